@@ -40,50 +40,51 @@ services' `metrics.py`; do not edit.
 
 The trainer writes one line for each step to `runs/<experiment>/<trial>/metrics.jsonl`. `areal run`,
 the dashboard, and `reward.png` show what these lines contain. Means over tokens count the tokens
-that the policy sampled (the loss mask); a step with several minibatches gives the mean over them,
-weighted by tokens, unless the table says otherwise. Every rank has the same figures; rank 0 writes
-the file. `actor.ppo_update` returns the figures under the same names. A step has only the keys that
-its recipe produces. Rows that a release before 0.3 wrote (`reward_mean`, `approx_kl`,
-`step_seconds`, …) are renamed when the run resumes, and views show them under the new names.
+that the policy sampled (the loss mask). If a step has several minibatches, a figure is the mean over
+them, weighted by tokens, unless the table says otherwise. All ranks have the same figures; rank 0
+writes the file. `actor.ppo_update` returns its figures under the same names. A line has only the
+keys that the recipe produces. In lines that a release before 0.3 wrote, keys had other names
+(`reward_mean`, `approx_kl`, `step_seconds`, …); they are renamed when the run resumes and when a
+view shows them.
 """
 
 TRACKERS = """\
 ## Experiment trackers
 
-`tracker=NAME` sends each line to an experiment tracker too. Its package is an extra of the same
-name, to be installed where the trainer runs: `pip install 'areal-services[wandb]'`. The project
-(MLflow: experiment) is `experiment_name`, the run `trial_name`; a trial that resumes continues its
-run.
+`tracker=NAME` also sends each line to an experiment tracker. Install its package, an extra of the
+same name, where the trainer runs: `pip install 'areal-services[wandb]'`. The tracker's project
+(MLflow: experiment) is `experiment_name`, and its run is `trial_name`. A trial that resumes
+continues its run.
 
 | `tracker` | package | where its data goes |
 |---|---|---|
-| `wandb` | wandb | to Weights & Biases; offline without a key in the environment \
-(`WANDB_API_KEY`) or in `~/.netrc`, and `wandb sync` uploads it |
-| `tensorboard` | tensorboardX | event files in the run folder's `tensorboard/` |
-| `trackio` | trackio | where trackio keeps it (`TRACKIO_DIR`), or to the server or Space that \
+| `wandb` | wandb | to Weights & Biases; without a key in `WANDB_API_KEY` or `~/.netrc`, to an \
+offline run, which `wandb sync` uploads |
+| `tensorboard` | tensorboardX | to event files in the run folder's `tensorboard/` |
+| `trackio` | trackio | to trackio's own folder (`TRACKIO_DIR`), or to the server or Space that \
 `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` names; `trackio show` opens it |
 | `mlflow` | mlflow-skinny, SQLAlchemy and Alembic | to the server that \
 `MLFLOW_TRACKING_URI` names; without it, to the run folder's `mlflow.db` |
 
-Trackers also get evaluations, at the step whose policy they measured. `NAME` is the name that the
-recipe gave the evaluation.
+Trackers also get the result of each evaluation, at the step whose policy was measured. `NAME` is
+the name that the recipe gave the evaluation.
 
 {evaluations}
 
-A tracker that is slow, unreachable or broken never stops a run: the log says so once, and
-metrics.jsonl has everything.
+A tracker that is slow, unreachable or broken never stops a run. The log reports the problem once,
+and metrics.jsonl has all steps.
 
 ## The whole run: trainer.json
 
-This file has the results that `rollout.evaluate(rows, workflow, name=NAME)` and
-`session.record(NAME, value)` recorded, each under its NAME. `evaluations` lists each evaluation
-with its step. `measured_at_step` says which step's policy each result was measured on.
+This file has the results of `rollout.evaluate(rows, workflow, name=NAME)` and
+`session.record(NAME, value)`, each under its NAME. `evaluations` lists all evaluations with their
+steps. `measured_at_step` says, for each result, which step's policy it was measured on.
 
 ## Services: /metrics
 
-Each process has a page for Prometheus on its own port. SGLang has its own metrics. The chart
-installs a Grafana dashboard and alerts for all of these. The name of a counter ends in `_total`,
-and a histogram has `_bucket`, `_sum` and `_count`.
+Each process serves a page for Prometheus on its own port. SGLang servers have SGLang's own metrics.
+The chart installs a Grafana dashboard and alerts that use these metrics. The name of a counter ends
+in `_total`; a histogram exports `_bucket`, `_sum` and `_count`.
 """
 
 # Service -> its own collectors, as its server makes them.

@@ -19,20 +19,30 @@ class BufferMetrics:
             return Counter(f"areal_buffer_{name}", text, registry=registry)
 
         self._tasks = gauge("tasks", "Tasks by state.", ("state",))
-        self._submitted = gauge("submitted_tasks", "Tasks ever submitted.")
-        self._version = gauge("policy_version", "Finished train steps, as confirmed.")
+        self._submitted = gauge("submitted_tasks", "Tasks submitted in this trial.")
+        self._version = gauge(
+            "policy_version", "Newest policy version that a server has confirmed."
+        )
         self._taken = gauge("last_taken_step", "Newest step whose batch was taken.")
-        self._committed = gauge("last_committed_step", "Newest step in a checkpoint.")
-        self._headroom = gauge("admission_headroom_groups", "Groups that may still start.")
-        self._regenerated = gauge("regenerated_groups", "Groups generated again: too stale.")
-        self._memory = gauge("redis_memory_bytes", "Memory that Redis uses for all trials.")
+        self._committed = gauge("last_committed_step", "Newest step that a checkpoint contains.")
+        self._headroom = gauge(
+            "admission_headroom_groups", "Groups that admission still lets start."
+        )
+        self._regenerated = gauge(
+            "regenerated_groups", "Groups generated again because they were too stale."
+        )
+        self._memory = gauge("redis_memory_bytes", "Memory that Redis uses, for all trials.")
         self._held = gauge("held_bytes", "Bytes of tasks that the ledger holds.")
-        self._limit = gauge("limit_bytes", "Bytes that it may hold now.")
-        self._answered = gauge("redis_answered_timestamp_seconds", "When Redis last answered.")
+        self._limit = gauge("limit_bytes", "Bytes of tasks that the ledger may hold.")
+        self._answered = gauge(
+            "redis_answered_timestamp_seconds", "Unix time when Redis last answered."
+        )
         self._queue_age = gauge("oldest_queued_seconds", "Age of the oldest queued task.")
         self._groups = counter("completed_groups", "Groups completed through this process.")
-        self._bytes = counter("completed_bytes", "Bytes of those groups.")
-        self._tokens = counter("generated_tokens", "Tokens sampled in those groups.")
+        self._bytes = counter(
+            "completed_bytes", "Bytes of the groups completed through this process."
+        )
+        self._tokens = counter("generated_tokens", "Tokens sampled in the groups completed here.")
         self._reward = Histogram(
             "areal_buffer_group_reward",
             "Mean reward of a completed group.",
@@ -41,12 +51,14 @@ class BufferMetrics:
         )
         self._staleness = Histogram(
             "areal_buffer_staleness_versions",
-            "Staleness of taken groups.",
+            "Staleness of the groups in batches, in versions.",
             registry=registry,
             buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
         )
         self._expired = counter("expired_leases", "Leases that this process found expired.")
-        self._extended = counter("extended_leases", "Leases extended after an outage.")
+        self._extended = counter(
+            "extended_leases", "Leases that this process extended after an outage."
+        )
 
     def group_completed(self, group: Completion) -> None:
         """Counts a completed group."""

@@ -15,7 +15,7 @@ class GatewayMetrics:
         self.registry = registry
         self.requests = Counter(
             "areal_gateway_requests",
-            "Answered HTTP requests by route and status code.",
+            "Answered HTTP requests, by route and status code.",
             ["route", "code"],
             registry=registry,
         )

@@ -25,10 +25,10 @@ class Metrics:
         self.waits = Waits()
         self._registry = CollectorRegistry()
         self._first_token = self._histogram(
-            "sglang:time_to_first_token_seconds", "From arrival to the first output token."
+            "sglang:time_to_first_token_seconds", "Time from arrival to the first output token."
         )
         self._latency = self._histogram(
-            "sglang:e2e_request_latency_seconds", "From arrival to the end of the request."
+            "sglang:e2e_request_latency_seconds", "Time from arrival to the end of the request."
         )
 
     def observe(self, request: Request) -> None:
@@ -66,32 +66,48 @@ class _Snapshot:
             ("sglang:num_running_reqs", "Requests being decoded.", len(running)),
             (
                 "sglang:num_queue_reqs",
-                "Requests waiting for a row of the cache or for an update.",
+                "Requests waiting for room in the KV cache or for a weight update.",
                 len(scheduler.waiting) + len(scheduler.held),
             ),
-            ("sglang:num_used_tokens", "Tokens of the running requests.", used),
-            ("sglang:token_usage", "Used fraction of the cache.", used / self._max_total_tokens),
+            ("sglang:num_used_tokens", "Tokens of running requests in the KV cache.", used),
+            ("sglang:token_usage", "Used fraction of the KV cache.", used / self._max_total_tokens),
             ("sglang:gen_throughput", "Generated tokens per second.", scheduler.throughput),
-            ("areal_inference_paused", "1 while paused.", int(scheduler.pause_mode is not None)),
+            (
+                "areal_inference_paused",
+                "1 while generation is paused.",
+                int(scheduler.pause_mode is not None),
+            ),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric(self._labels, value)
             yield gauge
         for name, text, value in (
             ("sglang:prompt_tokens", "Prompt tokens received.", stats.prompt_tokens),
-            ("sglang:cached_tokens", "Prompt tokens copied, not computed.", stats.cached_tokens),
+            (
+                "sglang:cached_tokens",
+                "Prompt tokens copied from another request, not computed.",
+                stats.cached_tokens,
+            ),
             ("sglang:generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("sglang:num_requests", "Requests received.", stats.requests),
-            ("sglang:num_aborted_requests", "Requests interrupted.", stats.aborted),
-            ("sglang:num_retracted_reqs", "Requests requeued without cache.", stats.retracted),
+            ("sglang:num_aborted_requests", "Requests aborted.", stats.aborted),
+            (
+                "sglang:num_retracted_reqs",
+                "Requests queued again without their KV cache.",
+                stats.retracted,
+            ),
             (
                 "areal_inference_busy_seconds",
                 "Time with at least one request being decoded.",
                 stats.busy_seconds,
             ),
             ("areal_inference_steps", "Decode steps.", stats.steps),
-            ("areal_inference_pause_seconds", "Time paused.", scheduler.pause_seconds),
-            ("areal_inference_weight_updates", "Weight sets loaded.", stats.weight_updates),
+            (
+                "areal_inference_pause_seconds",
+                "Time in which generation was paused.",
+                scheduler.pause_seconds,
+            ),
+            ("areal_inference_weight_updates", "Weight updates loaded.", stats.weight_updates),
             (
                 "areal_inference_weight_update_seconds",
                 "Time spent reading and swapping weights (generation continues while reading).",

@@ -72,22 +72,24 @@ class ExportAs(StrEnum):
 Recipe = Annotated[Path, typer.Argument(help="The recipe: one Python file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="key=value, e.g. gconfig.n_samples=4", metavar="KEY=VALUE"),
+    typer.Argument(help="Configuration values, e.g. gconfig.n_samples=4.", metavar="KEY=VALUE"),
 ]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", help="The experiment file; default: RECIPE with the suffix .yaml."),
+    typer.Option("--config", help="Experiment file; default: the recipe's path, ending in .yaml."),
 ]
 Run = Annotated[
     Path | None,
-    typer.Option("--run", help="Run folder; default: the newest in ./runs that is running."),
+    typer.Option("--run", help="Run folder; default: the newest running one in ./runs."),
 ]
+_NEWEST = "default: the newest running one in ./runs, or else the newest."
+AnyRun = Annotated[Path | None, typer.Option("--run", help=f"Run folder; {_NEWEST}")]
 RolloutsOf = Annotated[
     str,
     typer.Option(
         "--run",
-        help="Run folder, or the copies in an object store: s3://bucket/prefix-rollouts; "
-        "default: the newest run in ./runs.",
+        help="Run folder, or the copies in an object store, s3://bucket/prefix-rollouts; "
+        f"{_NEWEST}",
     ),
 ]
 AcceptChanges = Annotated[
@@ -95,7 +97,7 @@ AcceptChanges = Annotated[
     typer.Option("--accept-changes", help="Continue a trial whose configuration has changed."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
-On = Annotated[RunsOn, typer.Option("--on", help="Where the run's processes are started.")]
+On = Annotated[RunsOn, typer.Option("--on", help="Where to start the run's processes.")]
 Endpoint = Annotated[
     str,
     typer.Option(help="host:port of a remote weight-sync service; set AREAL_TOKEN to its token."),
@@ -123,10 +125,11 @@ def run(
 ) -> int:
     """Start everything the recipe needs, here or on a cluster; train; clean up.
 
-    Running a trial again resumes it. Services whose addresses are in
-    `endpoints` of the experiment file are used, and all others are started.
-    Instead of a recipe, you can write trainer.type=TYPE to run a recipe of the
-    repository: grpo, ppo, sft, rw, dpo, distill, or null (evaluation alone).
+    Running a trial again resumes it. A service whose address is in the
+    `endpoints` section of the experiment file is used; all others are started.
+    Instead of a recipe, you can write trainer.type=TYPE to run one of the
+    repository's recipes: grpo, ppo, sft, rw, dpo, distill, or null (evaluation
+    only).
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.run import run_on
@@ -167,20 +170,26 @@ def evaluate(
 @app.command()
 def serve(
     model: Annotated[
-        str, typer.Argument(help="A folder, org/name on the Hub, or s3://bucket/folder.")
+        str,
+        typer.Argument(help="A folder, org/name on the Hugging Face Hub, or s3://bucket/folder."),
     ],
     overrides: Overrides = None,
     servers: Annotated[int, typer.Option(min=1, max=64, help="Number of servers.")] = 1,
     port: Annotated[
-        int, typer.Option(min=1, max=65000, help="Port of the first server; others follow.")
+        int,
+        typer.Option(
+            min=1,
+            max=65000,
+            help="Port of the first server; each other one takes the next port, or any free one.",
+        ),
     ] = 30000,
-    gpus: Annotated[int, typer.Option(min=0, help="GPUs per server; 0: the CPU engine.")] = 0,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs per server; 0: CPU engine.")] = 0,
 ) -> int:
     """Start inference servers for a model, print their addresses, and serve until Ctrl-C.
 
     They speak SGLang's protocol and the chat APIs of OpenAI and Anthropic.
-    Without --gpus the CPU engine serves the model; with it SGLang does (run
-    `make sglang-gpu` first, or set stack.inference_command).
+    Without --gpus, the CPU engine serves the model. With --gpus, SGLang does:
+    run `make sglang-gpu` first, or set stack.inference_command.
     """
     from areal_launch.commands.serve import serve_model
 
@@ -192,9 +201,12 @@ def up(
     overrides: Overrides = None,
     config: Config = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="Recipe that provides prepare_model and the config class.")
+        Path | None,
+        typer.Option(help="Recipe whose config class and prepare_model are used."),
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when the stack is up.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return as soon as the stack is up.")
+    ] = False,
     accept_changes: AcceptChanges = False,
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> int:
@@ -218,7 +230,8 @@ def config(
     overrides: Overrides = None,
     config: Config = None,
     from_areal: Annotated[
-        Path | None, typer.Option(help="Convert this AReaL experiment file and print the result.")
+        Path | None,
+        typer.Option(help="Convert this file of AReaL instead, and print the result."),
     ] = None,
 ) -> int:
     """Print the complete experiment file that `areal run` would use; start nothing."""
@@ -242,8 +255,8 @@ def check(
     """Run the first row through workflow, reward, and packing with a fake model; start nothing.
 
     The rows and the workflow come from the recipe's own main, which runs up to
-    its first batch. The exit code is 1 if a stage fails. `areal run` does this
-    check first.
+    its first batch. The exit code is 1 if a stage fails. `areal run` on this
+    machine does this check first.
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.check import check as check_recipe
@@ -256,7 +269,7 @@ def check(
 def doctor(
     recipe: Annotated[
         str | None,  # a Path would turn the // of an override's url into /
-        typer.Argument(help="The recipe, or a model's folder; optional."),
+        typer.Argument(help="The recipe, or a model's folder."),
     ] = None,
     overrides: Overrides = None,
     config: Config = None,
@@ -271,8 +284,8 @@ def doctor(
 ) -> int:
     """Check whether a run can start, here or on a cluster, and say how to fix what is missing.
 
-    Nothing is started. For a model's folder, check whether it can be trained.
-    The exit code is 1 if something is missing.
+    Nothing is started. For a model's folder, check whether that model can be
+    trained. The exit code is 1 if something is missing.
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.doctor import examine
@@ -331,11 +344,11 @@ def scale(
 @app.command()
 def logs(
     name: Annotated[str | None, typer.Argument(help="Name of a process; default: all.")] = None,
-    run: Run = None,
+    run: AnyRun = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")
     ] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of lines per log.")] = 20,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines per log.")] = 20,
 ) -> int:
     """Print the logs of a stack's processes."""
     from areal_launch.commands.inspect import show_logs
@@ -345,9 +358,9 @@ def logs(
 
 @app.command()
 def submit(
-    tasks: Annotated[Path, typer.Argument(help="JSON Lines, one task per line; - reads stdin.")],
+    tasks: Annotated[Path, typer.Argument(help="JSON Lines file, one task per line; - for stdin.")],
     run: Run = None,
-    workflow: Annotated[str, typer.Option(help="Workflow of tasks that name none.")] = "rlvr",
+    workflow: Annotated[str, typer.Option(help="Workflow for tasks that name none.")] = "rlvr",
     reward: Annotated[
         str,
         typer.Option(
@@ -355,16 +368,20 @@ def submit(
             "reward_fn if it has one, else math."
         ),
     ] = "",
-    recipe: Annotated[Path | None, typer.Option(help="Recipe that defines the workflow.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Recipe that defines the workflow or the reward.")
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for all tasks to finish.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait at most.")] = 3600.0,
+    timeout: Annotated[
+        float, typer.Option(help="Time limit for the whole command, in s.")
+    ] = 3600.0,
     json: Json = False,
 ) -> int:
     """Submit tasks to a running stack.
 
     A line is a dataset row, or {"data": row} with any of task_id, workflow,
-    kwargs, purpose, and time_to_live_s next to it. If a line is
-    invalid, the error names it, and nothing is submitted.
+    kwargs, purpose, and time_to_live_s next to it. If a line is invalid, the
+    error names it, and nothing is submitted.
     """
     from areal_launch.commands.tasks import SubmitOptions, submit_file
 
@@ -374,9 +391,9 @@ def submit(
 
 @app.command()
 def show(
-    task: Annotated[str, typer.Argument(help="A task id; default: the groups of a step.")] = "",
+    task: Annotated[str, typer.Argument(help="A task id; default: all groups of a step.")] = "",
     step: Annotated[
-        int | None, typer.Option(help="Number of the step; default: the newest stored one.")
+        int | None, typer.Option(help="Number of a step; default: the newest one that is stored.")
     ] = None,
     discarded: Annotated[
         bool, typer.Option("--discarded", help="Show groups that were not trained on, and why.")
@@ -400,11 +417,15 @@ def export(
         typer.Option(
             "--as",
             help="rows: all trajectories; sft: rows for SFT; preferences: pairs for DPO; "
-            "inspect: a log for inspect_ai.",
+            "inspect: a log for inspect_ai, which also has samples that were not trained on.",
         ),
     ] = ExportAs.ROWS,
-    first: Annotated[int | None, typer.Option(help="First step to export.")] = None,
-    last: Annotated[int | None, typer.Option(help="Last step to export.")] = None,
+    first: Annotated[
+        int | None, typer.Option(help="First step to export; default: the oldest stored one.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option(help="Last step to export; default: the newest stored one.")
+    ] = None,
     run: RolloutsOf = "",
 ) -> int:
     """Write the trajectories that a run trained on to one file."""
@@ -415,9 +436,9 @@ def export(
 
 @dead_letters.command("list")
 def dead_letters_list(
-    run: Run = None,
+    run: AnyRun = None,
     endpoint: BufferEndpoint = "",
-    limit: Annotated[int, typer.Option(help="List at most this many.")] = 20,
+    limit: Annotated[int, typer.Option(help="Maximum number of tasks to list.")] = 20,
     json: Json = False,
 ) -> int:
     """Show tasks that failed permanently, newest first, with cause and traceback."""
@@ -458,7 +479,7 @@ def dead_letters_drop(
 
 
 @versions.command("list")
-def versions_list(run: Run = None, endpoint: Endpoint = "", json: Json = False) -> int:
+def versions_list(run: AnyRun = None, endpoint: Endpoint = "", json: Json = False) -> int:
     """Show the stored versions, oldest first."""
     from areal_launch.commands.versions import list_versions
 
@@ -467,8 +488,10 @@ def versions_list(run: Run = None, endpoint: Endpoint = "", json: Json = False) 
 
 @versions.command("show")
 def versions_show(
-    version: Annotated[int, typer.Argument(help="Policy version: finished train steps.")],
-    run: Run = None,
+    version: Annotated[
+        int, typer.Argument(help="Policy version, which is the number of finished train steps.")
+    ],
+    run: AnyRun = None,
     endpoint: Endpoint = "",
 ) -> int:
     """Show one version's files, tensors, and digests as JSON."""
@@ -479,9 +502,9 @@ def versions_show(
 
 @versions.command("export")
 def versions_export(
-    which: Annotated[str, typer.Argument(help="best, latest, or a finished step.")],
-    to: Annotated[Path, typer.Option(help="A new folder.")],
-    run: Run = None,
+    which: Annotated[str, typer.Argument(help="best, latest, or the step of a checkpoint.")],
+    to: Annotated[Path, typer.Option(help="Folder to create.")],
+    run: AnyRun = None,
 ) -> int:
     """Write a checkpoint as a Hugging Face folder with tokenizer and model card."""
     from areal_launch.commands.versions import export_version

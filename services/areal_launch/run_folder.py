@@ -161,4 +161,5 @@ def find_run(run: Path | None, root: Path = Path("runs"), *, live: bool = True) 
     if folders and not live:
         return folders[0]
     hint = f"; the last one is {folders[0].path}" if folders else ""
-    raise NotFound(f"no running stack under {str(root)!r} (use --run DIR to name one){hint}")
+    kind = "running stack" if live else "run"
+    raise NotFound(f"no {kind} under {str(root)!r} (use --run DIR to name one){hint}")

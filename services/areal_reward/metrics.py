@@ -11,12 +11,12 @@ class RewardMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.items = Counter(
             "areal_reward_items",
-            "Scored items by outcome: reward, function, timeout, crash, invalid.",
+            "Items by outcome: reward, or the kind of failure: function, timeout, crash, invalid.",
             ["outcome"],
             registry=registry,
         )
         self.waiting = Gauge(
-            "areal_reward_waiting_items", "Items accepted and not scored yet.", registry=registry
+            "areal_reward_waiting_items", "Items accepted but not scored yet.", registry=registry
         )
         self.workers_ended = Counter(
             "areal_reward_workers_ended",
@@ -26,7 +26,7 @@ class RewardMetrics:
         )
         self.batch_seconds = Histogram(
             "areal_reward_batch_seconds",
-            "Time of a call's items from acceptance to the last result.",
+            "Time from accepting a call's items to its last result.",
             registry=registry,
             buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
         )

@@ -15,7 +15,7 @@ class RolloutMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._episodes = Counter(
             "areal_rollout_episodes",
-            "Ended episodes by outcome: completed, rejected, equal_rewards, workflow_error, "
+            "Ended episodes, by outcome: completed, rejected, equal_rewards, workflow_error, "
             "infrastructure, drain, lost.",
             ["outcome"],
             registry=registry,
@@ -34,33 +34,37 @@ class RolloutMetrics:
             registry=registry,
         )
         self._tokens = Counter(
-            "areal_rollout_generated_tokens", "Tokens of finished requests.", registry=registry
+            "areal_rollout_generated_tokens",
+            "Tokens that finished requests sampled.",
+            registry=registry,
         )
         self._requests = Histogram(
             "areal_rollout_request_seconds",
-            "From choosing the first server to the last token, of an answer or a whole group.",
+            "Time from choosing the first server to the last token of an answer or a whole group.",
             registry=registry,
             buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
         )
         self._interruptions = Counter(
             "areal_rollout_interruptions",
-            "Requests interrupted by kind: abort (update or drain), failure (of a server), "
+            "Interrupted requests, by kind: abort (update or drain), failure (of a server), "
             "busy (its queue was full).",
             ["kind"],
             registry=registry,
         )
         self._salvaged = Counter(
             "areal_rollout_salvaged_tokens",
-            "Tokens kept from requests whose server died or froze.",
+            "Tokens kept from requests whose server died or stopped answering.",
             registry=registry,
         )
         self._replayed = Counter(
-            "areal_rollout_replayed_tokens", "Tokens reused from journals.", registry=registry
+            "areal_rollout_replayed_tokens",
+            "Tokens reused from the journals of interrupted episodes.",
+            registry=registry,
         )
         self._drifted = Counter(
             "areal_rollout_prompt_drift",
-            "Episodes lost because a later prompt did not begin with the tokens before it "
-            "(a chat rendered again: build it with areal.Conversation).",
+            "Episodes lost because a later prompt did not begin with the previous prompt and "
+            "output; build prompts with areal.Conversation.",
             registry=registry,
         )
         self._busy = Counter(
@@ -70,7 +74,7 @@ class RolloutMetrics:
         )
         self._generation_busy = Gauge(
             "areal_rollout_generation_busy_fraction",
-            "Share of the last minutes in which at least one episode was running.",
+            "Share of the last 4 minutes in which at least one episode was running.",
             registry=registry,
         )
         self._training_busy = Gauge(
@@ -80,17 +84,17 @@ class RolloutMetrics:
         )
         self._training_known = Gauge(
             "areal_rollout_training_known",
-            "1 while the trainer answers with its step times; 0: generation alone counts.",
+            "1: the trainer reports its step times; 0: only generation is known.",
             registry=registry,
         )
         self._recommended = Gauge(
             "areal_rollout_recommended_inference_servers",
-            "Servers with which generation would take 0.85 of the training time; 0: unknown.",
+            "Number of servers for which generation takes 0.85 of the training time; 0: unknown.",
             registry=registry,
         )
         self._idle = Counter(
             "areal_rollout_waiting_seconds",
-            "Time spent waiting for a task, by reason: queue, admission, no_server, ledger.",
+            "Time spent waiting to lease a task, by reason: queue, admission, no_server, ledger.",
             ["reason"],
             registry=registry,
         )

@@ -9,8 +9,10 @@ class SandboxMetrics:
     """All metrics of the service."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.leases = Gauge("areal_sandbox_leases", "Boxes that are lent.", registry=registry)
-        self.warm = Gauge("areal_sandbox_warm", "Boxes ready to be lent.", registry=registry)
+        self.leases = Gauge("areal_sandbox_leases", "Boxes lent now.", registry=registry)
+        self.warm = Gauge(
+            "areal_sandbox_warm", "Started boxes that are ready to be lent.", registry=registry
+        )
         self.ended = Counter(
             "areal_sandbox_leases_ended",
             "Leases that ended, by cause: killed, expired, died, drained.",
@@ -19,8 +21,8 @@ class SandboxMetrics:
         )
         self.commands = Counter(
             "areal_sandbox_commands",
-            "Commands that ended, by the limit that ended them: time, memory, processes, output, "
-            "cpu; killed: with their box; none: by themselves.",
+            "Commands that ended, by cause: a limit (time, memory, processes, output, cpu), killed "
+            "(with their box), none (by themselves).",
             ["cause"],
             registry=registry,
         )

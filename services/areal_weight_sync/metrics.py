@@ -25,13 +25,13 @@ class WeightSyncMetrics(Collector):
         self.coordinator: Coordinator | None = None
         self._seconds = Histogram(
             "areal_weight_sync_update_seconds",
-            "Update of one serving server, from pause to continue.",
+            "Time to update a serving server, from pause to continue.",
             registry=registry,
             buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
         )
         self._failures = Counter(
             "areal_weight_sync_quarantines",
-            "Times a server was quarantined, by kind of fault.",
+            "How often servers were quarantined, by kind of fault.",
             ["fault"],
             registry=registry,
         )
@@ -79,6 +79,6 @@ class WeightSyncMetrics(Collector):
         )
         yield GaugeMetricFamily(
             "areal_weight_sync_aborted_requests",
-            "Requests that updates aborted, over the trial.",
+            "Requests that weight updates have aborted in this trial.",
             value=status.aborted_requests,
         )

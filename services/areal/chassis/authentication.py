@@ -27,7 +27,7 @@ class Doorkeeper:
         self._security = security
         self._refused = Counter(
             f"areal_{service.replace('-', '_')}_unauthenticated",
-            "Calls refused because the bearer token was missing or wrong, by protocol.",
+            "Calls refused because of a missing or wrong bearer token, by protocol.",
             ["protocol"],
             registry=registry,
         )

@@ -78,7 +78,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._handlers: dict[str, Any] = {}
         self._seconds = Histogram(
             f"areal_{service.replace('-', '_')}_rpc_seconds",
-            "Time of a finished RPC by method and status code.",
+            "Time of finished RPCs, by method and status code.",
             ["method", "code"],
             registry=registry,
             buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),

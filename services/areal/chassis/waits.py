@@ -94,7 +94,7 @@ class WaitsCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yields one sample for each kind of wait that is in progress."""
         gauge = GaugeMetricFamily(
-            self._name, "Age of the oldest wait by kind; /waits names it.", labels=["what"]
+            self._name, "Age of the oldest wait, by kind; /waits has the details.", labels=["what"]
         )
         for wait in self._waits.oldest():
             gauge.add_metric([wait.what], wait.seconds)

@@ -46,14 +46,14 @@ class BaseExperimentConfig:
     """The fields that every experiment has."""
 
     experiment_name: str = "experiment"
-    """Names a group of trials; [a-z0-9-]."""
+    """Name of a group of trials: lower-case letters, digits and dashes."""
     trial_name: str = "trial0"
-    """Names one run; with experiment_name, part of Redis keys, NATS subjects and the run folder;
-    [a-z0-9-]."""
+    """Name of one run: lower-case letters, digits and dashes. With experiment_name, it is part of
+    Redis keys, NATS subjects and the run folder."""
     seed: int = 0
-    """Seed for all random numbers in the trainer."""
+    """Seed of all random numbers in the trainer."""
     run_root: str = "runs"
-    """The run's files go to run_root/experiment_name/trial_name."""
+    """The run's folder is run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"
     """The inference servers and the layout of trainer ranks. In `sglang:d2t4`, `d` is the number of
     servers and `t` the tensor parallelism of each. In `fsdp:d8s4`, there are 8 data-parallel ranks,
@@ -71,10 +71,10 @@ class BaseExperimentConfig:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: Literal["none", "wandb", "tensorboard", "trackio", "mlflow"] = "none"
-    """Where the metrics of each step go besides metrics.jsonl. `wandb` is offline without a key in
-    the environment (`wandb sync` uploads it); `tensorboard` writes to the run folder, and so does
-    `mlflow` unless MLFLOW_TRACKING_URI names a server. The package of each is an extra of the
-    same name."""
+    """Where the metrics of each step go besides metrics.jsonl. `wandb` runs offline without a key
+    in WANDB_API_KEY or ~/.netrc (`wandb sync` uploads its data later). `tensorboard` writes to the
+    run folder, and so does `mlflow` unless MLFLOW_TRACKING_URI names a server. The package of each
+    is an extra of the same name."""
     stack: StackConfig = field(default_factory=StackConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
@@ -105,16 +105,16 @@ class GRPOConfig(BaseExperimentConfig):
     """The whole configuration of an experiment, for every algorithm and for offline training."""
 
     algorithm: Algorithm = "grpo"
-    """Sets the keys in docs/algorithms.md; those that you set yourself take precedence."""
+    """Sets the keys listed in docs/algorithms.md; a key that you set yourself takes precedence."""
     total_train_steps: int = 100
-    """Train steps of the run."""
+    """Number of train steps of the run."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     ref: RefConfig | None = None
     """A frozen reference model for the KL term (`FSDPPPOActor(config.ref)`); null turns it off."""
     critic: CriticConfig | None = None
-    """A value model (`FSDPPPOCritic(config.critic)`), set by `algorithm: ppo`; null: none."""
+    """A value model (`FSDPPPOCritic(config.critic)`); `algorithm: ppo` sets it. null: none."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
@@ -322,9 +322,9 @@ def cautions(config: BaseExperimentConfig) -> list[str]:
     limits = [f"top_p {gconfig.top_p}"] if gconfig.top_p < 1 else []
     limits += [f"top_k {gconfig.top_k}"] if gconfig.top_k > 0 else []
     return [
-        f"gconfig.{limit}: answers are drawn from a truncated distribution, but their logprobs "
-        "(the sampler's and the trainer's) are those of the whole one: importance weights do not "
-        "see the truncation; top_p=1 and top_k=-1 train on what is sampled"
+        f"gconfig.{limit}: answers are sampled from a truncated distribution, but logprobs are "
+        "those of the whole distribution, so importance weights do not see the truncation; "
+        "expected top_p=1 and top_k=-1"
         for limit in limits
     ]
 

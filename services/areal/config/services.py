@@ -35,9 +35,9 @@ class ModelConfig:
     """The policy to start from: version 0."""
 
     path: str = ""
-    """A Hugging Face model directory; relative paths are taken from the working directory.
-    `areal run` also takes `org/name[@revision]` of the Hub and `s3://bucket/folder`, and fetches
-    them into `models/` first."""
+    """A Hugging Face model directory; a relative path starts at the working directory.
+    `areal run` also takes `org/name[@revision]` of the Hub and `s3://bucket/folder` (gs://, az://),
+    and fetches the model into `models/` first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the inference servers and of published weights: `float32`, `bfloat16`, or `auto`
     (bfloat16 on GPUs, the checkpoint's dtype on CPUs)."""
@@ -58,29 +58,30 @@ class DatasetConfig:
 
 @dataclass
 class RolloutConfig:
-    """Generation: how much runs at once, and how stale it may become."""
+    """Generation: how many groups run at once, and how stale they may become."""
 
     max_concurrent_rollouts: Annotated[int, Ge(1)] = 256
     """Groups running at once, across all rollout workers."""
     max_head_offpolicyness: Annotated[int, Ge(0)] = 2
-    """The staleness bound (eta), in policy versions; 0: generation and training take turns."""
+    """The staleness bound (eta), in policy versions. 0: generation and training take turns."""
     lease_ttl_s: Annotated[float, Gt(0)] = 30.0
-    """A worker that is silent for this long loses its leases."""
+    """A rollout worker that has not renewed its leases for this long, in seconds, loses them."""
     setup_timeout_s: Annotated[float, Gt(0)] = 120.0
-    """Deadline for whatever loads the model: the start of the whole stack, the start of the first
-    inference server, and a server's update to a new version."""
+    """Deadline, in seconds, for whatever loads the model: the start of the whole stack, the start
+    of the first inference server, and a server's update to a new version. A generation request also
+    waits this long for a server with a recent enough version."""
     request_timeout_s: Annotated[float, Gt(0)] = 600.0
-    """Deadline for one generation request, from sending it to its last token. An episode may take 4
-    times this long. The trainer waits 3 times this long for a batch, then exits with an error that
-    names the cause."""
+    """Deadline, in seconds, for one generation request, from its first sending to its last token.
+    An episode may take 4 times this long. The trainer waits 3 times this long for a batch, then
+    exits with an error that names the cause."""
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
-    """The run is stopped if more than this share of its last 64 tasks failed because of the recipe,
-    or if all of its first tasks (one batch, but at least 16 and at most 64) failed with the same
-    error. 1: it is never stopped for either reason."""
+    """The run stops if more than this share of its last 64 tasks failed because of the recipe, or
+    if all of its first tasks (one batch, but at least 16 and at most 64) failed because of the
+    recipe with the same error. 1: it never stops for these reasons."""
     dynamic_sampling: bool = False
-    """Reject a training group if all its samples have the same reward, because it would teach
-    nothing. `prepare_batch` takes another row in its place (DAPO); with `rollout_batch` the batch
-    gets smaller."""
+    """Reject a training group if all its samples have the same reward, because such a group
+    teaches nothing. `prepare_batch` takes another row in its place (DAPO); with `rollout_batch` the
+    batch gets smaller."""
 
     @property
     def batch_timeout_s(self) -> float:
@@ -97,12 +98,12 @@ class RewardConfig:
     timeout_s: Annotated[float, Gt(0)] = 10.0
     """Time limit for one call of the reward function, in seconds."""
     memory_mb: Annotated[int, Ge(64)] = 1024
-    """Address space, in MiB, that a worker may add after loading its recipe; its children may each
-    add as much."""
+    """Address space, in MiB, that a worker may add after loading its recipe. Each of its child
+    processes may add as much."""
     isolation: Literal["process", "sandbox"] = "process"
     """`process`: a worker has limits on time and memory. `sandbox`: it also runs in a box
-    (bubblewrap) without network, without files except Python and its packages, and without sight
-    of other processes; where user namespaces are not allowed, the service does not start."""
+    (bubblewrap), where it has no network, no files except Python and its packages, and no view of
+    other processes. If user namespaces are not allowed, the service does not start."""
 
 
 @dataclass
@@ -113,9 +114,9 @@ class SandboxConfig:
     """How many boxes each sandbox service may lend at a time; 0: `areal run` starts no such
     service."""
     isolation: Literal["namespaces", "rlimits"] = "namespaces"
-    """namespaces: bubblewrap; where the machine does not allow namespaces, the service does not
-    start. rlimits: only limits, a filter of system calls, and Landlock where the kernel has it;
-    they do not protect against malicious code (docs/isolation.md)."""
+    """namespaces: bubblewrap. If the machine does not allow user namespaces, the service does not
+    start. rlimits: resource limits, a filter of system calls, and Landlock if the kernel has it.
+    These do not protect against malicious code (docs/isolation.md)."""
 
 
 @dataclass
@@ -123,8 +124,8 @@ class BufferConfig:
     """The buffer service, which keeps the ledger in Redis."""
 
     max_memory_mb: Annotated[int, Ge(0)] = 2048
-    """Redis memory for this experiment's tasks, in MiB; when it is nearly full, clients must wait,
-    and the trainer saves a checkpoint to free memory."""
+    """Redis memory for this run's tasks, in MiB. When it is nearly full, clients must wait, and the
+    trainer saves a checkpoint to free memory."""
 
 
 @dataclass
@@ -133,24 +134,24 @@ class WeightSyncConfig:
 
     transport: Literal["disk", "stream", "distributed"] = "disk"
     """disk: safetensors on a volume that all servers mount. stream: uploaded once to weight-sync's
-    store, pulled by the servers; no shared volume. If one of the two fails, the other is tried.
-    distributed: broadcast by the trainer to the serving servers (gloo; NCCL on GPUs), and also
-    stored as with disk, for new servers and for those that the broadcast did not reach."""
+    store, from which the servers pull; needs no shared volume. If one of these two fails, the other
+    is tried. distributed: broadcast by the trainer to the serving servers (gloo; NCCL on GPUs), and
+    also stored as with disk, for new servers and for servers that the broadcast did not reach."""
     encoding: Literal["full", "delta"] = "full"
-    """What the trainer writes or uploads. full: all weights. delta: only what changed, unless that
-    is more than half as large as all weights. Servers with the previous version read the delta,
+    """What the trainer writes or uploads. full: all weights. delta: only the changes, unless they
+    take half the size of all weights or more. Servers with the previous version read the delta,
     others read all weights."""
     interrupt: Literal["in_place", "retract", "abort"] = "in_place"
-    """What an update does to running requests: in_place (they pause), retract (they pause and are
-    computed again), or abort."""
+    """What an update does to running requests. in_place: they pause. retract: they pause, and their
+    KV cache is computed again. abort: they end, and workers continue them with a new request."""
     max_unavailable: Annotated[int, Ge(0)] = 0
-    """How many serving servers are updated at once; the others keep serving until their turn. 0:
-    all of them, which is right if an update takes milliseconds (in_place)."""
+    """How many serving servers are updated at once; the others serve until it is their turn. 0: all
+    of them, which is right if an update takes milliseconds (in_place)."""
     path: str = ""
-    """Folder of published versions, or s3://bucket/prefix (gs://, az://) that the disk transport
-    uploads to and servers fetch from; empty: `weights/` in the run folder."""
+    """Folder of published versions; or s3://bucket/prefix (gs://, az://), to which the disk
+    transport uploads and from which servers fetch. Empty: `weights/` in the run folder."""
     probe_interval_s: Annotated[float, Gt(0)] = 1.0
-    """Seconds between health probes of a server; raise it for thousands of servers."""
+    """Seconds between health probes of a server; set a longer time for thousands of servers."""
 
 
 @dataclass
@@ -160,11 +161,12 @@ class CheckpointConfig:
     freq_steps: Annotated[int, Ge(0)] = 20
     """Steps between checkpoints; each one commits its steps in the ledger. 0: only at the end."""
     keep: Annotated[int, Ge(1)] = 2
-    """Number of checkpoints to keep. One more than this number of published versions is kept."""
+    """Number of newest checkpoints to keep; the one with the best evaluation is kept too. One more
+    than this number of published versions is kept."""
     rollouts_gib: Annotated[float, Ge(0)] = 4.0
-    """GiB of groups to keep in the run folder, newest steps first, for `areal show` and
-    `areal export`; 0 keeps none. If `weight_sync.path` is in an object store, they are also copied
-    to it, under that path with `-rollouts` at its end."""
+    """How many GiB of groups to keep in the run folder for `areal show` and `areal export`; the
+    oldest steps are deleted first. 0 keeps none. If `weight_sync.path` is in an object store, the
+    groups are also copied there, to that path with `-rollouts` at its end."""
 
 
 @dataclass
@@ -175,8 +177,8 @@ class SlurmConfig:
     """Shell lines that the job runs first, e.g. `module load cuda`."""
     sbatch: list[str] = field(default_factory=list)
     """Arguments of sbatch, e.g. [--partition=h100, --account=lab, --time=12:00:00]. One minute
-    before a time limit the trial saves a checkpoint and ends. The job takes whole nodes with all
-    their memory, unless --cpus-per-task is given."""
+    before the job's time limit, the trainer saves a checkpoint and the job ends. The job takes
+    whole nodes with all their memory, unless --cpus-per-task is given."""
 
 
 @dataclass
@@ -184,12 +186,12 @@ class KubernetesConfig:
     """The release that `areal run --on kubernetes` installs or upgrades."""
 
     context: str = ""
-    """Context of the kubeconfig; empty: the current one. The command shows the context before it
-    installs anything, and uses it until the end."""
+    """Context of the kubeconfig; empty: the current one. The command prints the context before it
+    installs anything, and uses that context until the end."""
     namespace: str = ""
     """Namespace of the release; empty: the context's."""
     chart: str = "charts/areal"
-    """Folder or reference of the chart."""
+    """The Helm chart: a folder, or a reference that helm understands."""
     values: list[str] = field(default_factory=list)
     """Helm values files; later files take precedence."""
 
@@ -202,16 +204,18 @@ class StackConfig:
     """Number of rollout service processes."""
     inference_command: str = ""
     """Command that starts an inference server, e.g. `/opt/sglang/bin/python -m
-    sglang.launch_server`; model, address and limits are added as SGLang's flags. Empty: the CPU
-    engine."""
+    sglang.launch_server`; model, address and limits are added as SGLang's flags. Empty: with
+    `stack.gpus_per_node`, the SGLang that `make sglang-gpu` installed, if there is one; otherwise
+    the CPU engine."""
     inference_max_running: Annotated[int, Ge(1)] = 256
-    """Requests decoded at once by each inference server."""
+    """Maximum number of requests that each inference server decodes at once."""
     max_restarts: Annotated[int, Ge(0)] = 5
-    """How often one process may restart within ten minutes before the run fails."""
+    """How often a process may restart within ten minutes; one more failure ends the run."""
     gpus_per_node: Annotated[int, Ge(0)] = 0
-    """GPUs of each node: every inference server and trainer rank gets its own. 0: none."""
+    """GPUs of each node; every inference server and trainer rank gets its own. 0: none."""
     gateway_port: Annotated[int, Ge(0)] = 0
-    """Port of the gateway and its dashboard; 0: a free one, the same in each run of a trial."""
+    """Port of the gateway and its dashboard. 0: a free one; a trial that runs again takes the same
+    one if it is still free."""
     ranks_per_node: Annotated[int, Ge(0)] = 0
     """Trainer ranks on one node; 0: one for each GPU, or all ranks if the node has no GPU."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -220,12 +224,12 @@ class StackConfig:
 
 @dataclass
 class EndpointsConfig:
-    """Addresses: `areal run` fills them in; a chart or compose file sets all of them."""
+    """Addresses of services. `areal run` fills them in; the chart and the Compose file set them."""
 
     redis: str = ""
-    """redis://[:password@]host:port/db"""
+    """redis://[:password@]host:port/db."""
     nats: str = ""
-    """nats://host:port; for a cluster, the addresses of several servers, separated by commas"""
+    """nats://host:port; for a cluster, the addresses of several servers, separated by commas."""
     buffer: str = ""
     """host:port of BufferService."""
     rollout: str = ""
@@ -235,7 +239,7 @@ class EndpointsConfig:
     weight_sync: str = ""
     """host:port of WeightSyncService."""
     weight_store: str = ""
-    """http://host:port of weight-sync's store, as trainer and servers reach it."""
+    """http://host:port of weight-sync's store, as the trainer and the servers reach it."""
     trainer: str = ""
     """host:port of TrainerService."""
     gateway: str = ""
@@ -243,9 +247,9 @@ class EndpointsConfig:
     sandbox: str = ""
     """host:port of SandboxService."""
     sandbox_http: str = ""
-    """http://host:port of the sandbox service's E2B-compatible side; empty: none, or a free one if
-    `areal run` starts the service."""
+    """http://host:port of the sandbox service's E2B-compatible API. Empty: none; if `areal run`
+    starts the service, it chooses a free port."""
     inference: list[str] = field(default_factory=list)
-    """Where inference servers are: any of http://HOST:PORT, dns://NAME:PORT (each address of the
-    name is a server) and kubernetes://NAMESPACE/SERVICE[:PORT] (no namespace: the pod's own).
-    Empty: servers register with weight-sync; those that `areal run` starts do."""
+    """Where inference servers are: any number of http://HOST:PORT, dns://NAME:PORT (each address of
+    the name is a server) and kubernetes://NAMESPACE/SERVICE[:PORT] (no namespace: the pod's own).
+    Empty: servers register with weight-sync, as those that `areal run` starts do."""

@@ -55,11 +55,11 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0
     """Final learning rate as a fraction of `lr`, for `linear` and `cosine`."""
     warmup_steps_proportion: Annotated[float, Ge(0), Le(1)] = 0.05
-    """Fraction of all optimizer steps spent in a linear warm-up (0 steps when their number is
-    unknown). Without a warm-up, asynchronous training unlearns at first: Adam's first updates have
-    full size, and all of the first few come from samples of one version."""
+    """Fraction of all optimizer steps that is a linear warm-up (none if the number of steps is
+    unknown). Without a warm-up, asynchronous training gets worse at first: Adam's first updates
+    have full size, and the first few all come from samples of one version."""
     gradient_clipping: Annotated[float, Ge(0)] = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Gradients are scaled down to this global norm if theirs is larger; 0 turns clipping off."""
     max_skipped_steps: Annotated[int, Gt(0)] = field(default=3, metadata=_NOT_A_KEY)
     """A step whose gradient is not finite is skipped; this many in a row end the run. One or two
     can be an unlucky batch; a policy that is NaN never recovers."""
@@ -94,7 +94,7 @@ class MicroBatchSpec:
     """How a batch is cut into micro-batches whose gradients are accumulated."""
 
     max_tokens_per_mb: Annotated[int, Gt(0)] = 10240
-    """Token budget of a micro-batch; a longer single sequence forms a separate micro-batch."""
+    """Token budget of a micro-batch. A longer sequence is a micro-batch on its own."""
     n_mbs: Annotated[int, Gt(0)] = field(default=1, metadata=_NOT_A_KEY)
     """Smallest number of micro-batches."""
 
@@ -137,8 +137,8 @@ class EngineConfig:
     kernels: Kernels = field(default="eager", metadata=_NOT_A_KEY)
     """What computes a layer's norms, rotary embeddings and gates."""
     offload: bool = False
-    """Keep the weights in host memory, with gradients and optimizer state if there are any. Each
-    layer is copied to the GPU while it computes; the optimizer runs on the CPU."""
+    """Keep the weights in host memory, together with gradients and optimizer state if there are
+    any. Each layer is copied to the GPU while it computes; the optimizer runs on the CPU."""
     layout: str = field(default="", metadata=_NOT_A_KEY)
     """How ranks share model and batch, as in `allocation_mode` (`d8t2`); empty: a share of the
     batch and of the weights for each."""
@@ -149,12 +149,13 @@ class LoraConfig:
     """Adapters of rank `rank` for linear layers, trained instead of the model (LoRA)."""
 
     rank: Annotated[int, Gt(0)] = 16
-    """Rank of the product B A that is added to a layer's weight; a higher rank can learn more and
+    """Rank of the product B A that is added to a layer's weight. A higher rank can learn more, but
     takes more memory."""
     alpha: Annotated[int, Gt(0)] = 32
     """The product B A is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=list)
-    """Last names of the language decoder's linear layers, such as q_proj; empty: all of them."""
+    """Linear layers of the language decoder by the last part of their names, such as q_proj; empty:
+    all of them."""
 
 
 @dataclass
@@ -163,20 +164,20 @@ class TrainEngineConfig(EngineConfig):
 
     dtype: Dtype = "auto"
     """Compute precision: `float32`, `bfloat16`, `float64`, or `auto` (bfloat16 on GPU, float32 on
-    CPU). The weights that the optimizer updates have 32 bits or more: 16 bits would round most
-    updates to zero."""
+    CPU). The weights that the optimizer updates have 32 bits or more, because 16 bits would round
+    most updates to zero."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """How a batch is split into micro-batches, whose gradients are added up."""
     gradient_checkpointing: bool | Checkpointing | None = None
-    """What the backward pass recomputes instead of keeping in memory. `none` or false: nothing.
+    """What the backward pass recomputes instead of keeping it in memory. `none` or false: nothing.
     `selective`: everything except matrix products and attention (less than half the memory, nearly
     the same speed). `full` or true: each layer from its input (a third more operations). `offload`:
-    the same, with the inputs in host memory. null: the first of these that fits according to the
-    estimate of `areal doctor`; `none` on a CPU."""
+    the same, with the inputs in host memory. null: on a GPU, the first of these that fits by the
+    estimate that `areal doctor` shows (`full` if there is no estimate); on a CPU, `none`."""
     kernels: Kernels = "eager"
     """What computes a layer's norms, rotary embeddings and gates: `eager` (one operation after
     another), `compile` (torch.compile for each layer; the first steps take minutes) or `liger` (the
-    package liger-kernel; a GPU). Not measured on a GPU yet."""
+    package liger-kernel; needs a GPU). Not measured on a GPU yet."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """AdamW and its learning-rate schedule; null for a model that is not trained."""
     largest_micro_batch: int = field(default=0, metadata=_NOT_A_KEY)
@@ -185,9 +186,9 @@ class TrainEngineConfig(EngineConfig):
     reference: RefConfig | None = field(default=None, metadata=_NOT_A_KEY)
     """The frozen model on the same ranks, for the same estimate: the experiment's `ref`."""
     lora: LoraConfig | None = None
-    """Train adapters; use about ten times the learning rate. `actor.lora={}` takes the defaults,
-    null trains the whole model. With an empty `ref.path` the reference is the actor without its
-    adapters."""
+    """Train adapters instead of the whole model; use about ten times the learning rate.
+    `actor.lora={}` takes the defaults; null trains the whole model. With an empty `ref.path`, the
+    reference is the actor without its adapters."""
 
 
 @dataclass
@@ -206,52 +207,53 @@ class RefConfig(EngineConfig):
 
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """Decoupled PPO. `algorithm` sets the keys that make it GRPO, RLOO, ...; any can be changed."""
+    """Decoupled PPO. `algorithm` sets the keys that make it GRPO, RLOO, ...; any can be set."""
 
     ppo_n_minibatches: Annotated[int, Gt(0)] = 1
     """Number of minibatches per batch, with one optimizer step for each."""
     loss_type: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
-    """How the loss uses the probability ratio of policy and proximal policy. `ppo` clips the ratio
-    of each token, `gspo` that of each sequence. `cispo` uses the clipped ratio as a weight without
-    gradient, and `sapo` a soft gate on the ratio instead of a clip."""
+    """How the loss uses the probability ratio of the policy to the proximal policy. `ppo` clips the
+    ratio of each token, `gspo` that of each sequence. `cispo` uses the clipped ratio as a weight
+    without gradient. `sapo` uses a soft gate on the ratio instead of a clip."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """What the loss averages over, in the minibatch of all ranks together. `token_mean`: tokens.
-    `sequence_mean`: sequences, each the mean of its tokens. `constant`: sequences, each the sum of
-    its tokens divided by `gconfig.max_new_tokens`, so that length has no influence (Dr. GRPO)."""
+    """What the loss is averaged over, in the minibatch of all ranks together. `token_mean`: tokens.
+    `sequence_mean`: sequences, each of which counts as the mean over its tokens. `constant`:
+    sequences, each of which counts as the sum over its tokens divided by `gconfig.max_new_tokens`,
+    so that a token's weight does not depend on the sequence's length (Dr. GRPO)."""
     eps_clip: Annotated[float, Gt(0), Le(1)] = 0.2
     """The ratio is clipped from below at 1 - eps_clip; 1 turns this off."""
     eps_clip_higher: Annotated[float | None, Gt(0)] = None
     """The ratio is clipped from above at 1 + eps_clip_higher; null: use `eps_clip`."""
     c_clip: Annotated[float | None, Gt(1)] = None
-    """Dual clip: for negative advantages the loss is at most c_clip * |advantage|; must be > 1;
-    null turns it off."""
+    """Dual clip, above 1: for a negative advantage, the loss is at most c_clip * |advantage|. null
+    turns it off."""
     prox_logp_method: Literal["recompute", "loglinear", "unweighted", "behavior"] = "recompute"
-    """What the ratio is clipped around. `recompute`: the policy at the start of the update; each
-    token is weighted by exp(proximal - behavior), to correct for the policy's change since the
-    token was sampled (decoupled PPO).
-    `loglinear`: the same, interpolated by token version, without the extra forward pass.
-    `unweighted`: the policy at the start of the update, no weight. `behavior`: the sampler, no
-    weight (plain PPO)."""
+    """The policy that the ratio is relative to, and whether tokens are weighted. `recompute`: the
+    policy at the start of the update; each token's weight exp(proximal - behavior), of its
+    logprobs, corrects for the policy's change since the token was sampled (decoupled PPO).
+    `loglinear`: the same, but with proximal logprobs interpolated by token version instead of an
+    extra forward pass. `unweighted`: the policy at the start of the update, without weights.
+    `behavior`: the policy that sampled the token, without weights (plain PPO)."""
     behavior_weight_cap: Annotated[float | None, Gt(0)] = 5.0
     """Cap on the weight exp(proximal - behavior); `behavior_weight_mode` says what happens to a
     larger weight. null: no cap."""
     behavior_weight_mode: BehaviorWeightMode = "token_truncate"
-    """`token_truncate`: a token with a weight above the cap gets the cap as its weight;
-    `token_mask`: it is left out of the loss. `sequence_mask`, `sequence_truncate`: the same with
-    one weight for all tokens of a sequence, the product of its tokens' weights. `second_moment`:
-    tokens are left out, starting with those that changed most, until the mean squared log weight of
-    the others is below the cap (M2PO); takes an extra forward pass. AReaL uses `token_mask`. But a
-    wrong token above the cap has just become likely, and leaving it out removes the gradient that
-    would make it unlikely again."""
+    """What happens to a weight above the cap. `token_truncate`: the token gets the cap as its
+    weight. `token_mask`: the token is left out of the loss. `sequence_truncate`, `sequence_mask`:
+    the same with one weight for all tokens of a sequence, the product of its tokens' weights.
+    `second_moment`: tokens are left out, starting with those whose probability changed most, until
+    the mean squared log weight of the others is below the cap (M2PO); this takes an extra forward
+    pass. AReaL uses `token_mask`. However, a wrong token above the cap has just become likely, and
+    leaving it out removes the gradient that would make it unlikely again."""
     reward_bias: float = field(default=0.0, metadata=_NOT_A_KEY)
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0
-    """Each sequence's reward is multiplied by this."""
+    """Factor by which each sequence's reward is multiplied."""
     reward_clip: Annotated[float, Gt(0)] = 20.0
-    """After scaling, a sequence's reward is clipped to between minus this and this."""
+    """After scaling, a sequence's reward is clipped to [-reward_clip, reward_clip]."""
     overlong_tokens: Annotated[int, Ge(0)] = 0
-    """Number of tokens at the end of `gconfig.max_new_tokens` over which a penalty grows linearly
-    and is subtracted from the reward (DAPO); 0: no penalty."""
+    """Over this many last tokens before `gconfig.max_new_tokens`, a penalty grows linearly from 0
+    to 1; it is subtracted from the reward (DAPO). 0: no penalty."""
     overlong_penalty_factor: float = field(default=1.0, metadata=_NOT_A_KEY)
     """Penalty at `max_response_tokens` and beyond."""
     max_response_tokens: int = field(default=0, metadata=_NOT_A_KEY)
@@ -265,15 +267,15 @@ class PPOActorConfig(TrainEngineConfig):
     one, or of equal rewards, the divisor is 1. Rewards before the last token are scaled in the same
     way."""
     kl_ctl: float = 0.0
-    """Weight, in the token rewards, of the KL penalty between the policy at the start of the update
+    """Weight of the KL penalty in the token rewards: between the policy at the start of the update
     and the reference (`reference_logprobs`)."""
     kl_loss_ctl: Annotated[float, Ge(0)] = 0.0
-    """Weight, in the loss, of the KL divergence of the policy from the reference. Its gradient is
-    that of the divergence, whichever estimator is reported."""
+    """Weight of the policy's KL divergence from the reference in the loss. The gradient is that of
+    the divergence, no matter which estimator the metric uses."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """The estimator of the KL divergence (joschu.net/blog/kl-approx.html)."""
     entropy_ctl: float = 0.0
-    """Weight, in the loss, of a bonus for the policy's entropy; it keeps the entropy high."""
+    """Weight of an entropy bonus in the loss, which keeps the policy's entropy high."""
     discount: Annotated[float, Ge(0), Le(1)] = field(default=1.0, metadata=_NOT_A_KEY)
     """GAE's gamma."""
     gae_lambda: Annotated[float, Ge(0), Le(1)] = 1.0
@@ -282,8 +284,8 @@ class PPOActorConfig(TrainEngineConfig):
     critic: bool = field(default=False, metadata=_NOT_A_KEY)
     """Advantages are taken over a critic's values: the experiment has a `critic`."""
     adv_norm: AdvantageNorm | None = "batch/batch"
-    """MEAN/STD as for `reward_norm`, but over the advantages of all tokens of the batch; each is
-    `batch` or `none`."""
+    """MEAN/STD as for `reward_norm`, but over the advantages of all loss tokens of the batch; each
+    is `batch` or `none`."""
 
     @property
     def decoupled(self) -> bool:
@@ -307,7 +309,7 @@ class CriticConfig:
     lr: Annotated[float, Gt(0)] = 1e-5
     """Peak learning rate; the other optimizer settings are the actor's."""
     warmup_steps: Annotated[int, Ge(0)] = 0
-    """Train steps at the start of a run in which only the critic is trained."""
+    """Number of train steps at the start of a run that train only the critic."""
 
     def engine(self, actor: PPOActorConfig) -> TrainEngineConfig:
         """Returns the configuration of its engine."""

@@ -32,7 +32,7 @@ def _time(part: str, meaning: str, *statistics: str) -> Metric:
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Batch": (
         Metric("step", "steps", "finished train steps, from 1"),
-        Metric("incarnation", "", "the trainer's incarnation, which grows with each restart"),
+        Metric("incarnation", "", "the trainer's incarnation, which grows with each start"),
         Metric("policy_version", "", "the version that this step produced; equals `step`"),
         Metric("time", "s", "Unix time at which the step ended"),
         Metric("groups", "", "groups in the batch, over all ranks"),
@@ -50,12 +50,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reward/NAME",
             "",
-            "mean of a part of the reward, before its weight ([rubric](rewards.md#several-parts))",
+            "mean of a part of the reward, before weighting ([rubric](rewards.md#several-parts))",
         ),
         Metric(
             "group/zero_std",
             "share of groups",
-            "groups with several trajectories whose rewards are all equal, so that they give no "
+            "groups with several trajectories whose rewards are all equal; such groups give no "
             "gradient",
             ("groups_zero_std",),
         ),
@@ -85,7 +85,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             ("staleness_mean",),
         ),
         Metric("staleness/max", "versions", "largest staleness of a group", ("staleness_max",)),
-        Metric("replay", "", "true if a resumed run trained on the same batch again"),
+        Metric("replay", "", "true if a resumed run trained on this batch again"),
         Metric(
             "queued",
             "groups",
@@ -97,7 +97,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train/advantage_abs",
             "",
-            "mean absolute value of an advantage, after normalization",
+            "mean absolute value of the advantages, after normalization",
             ("advantage_abs",),
         ),
         Metric(
@@ -133,7 +133,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "policy/kl",
             "nats",
-            "KL divergence between the proximal policy and the policy, estimator k3",
+            "KL divergence of the proximal policy from the policy, by estimator k3",
             ("approx_kl",),
         ),
         Metric("policy/entropy", "nats", "entropy of the policy, mean over tokens", ("entropy",)),
@@ -164,7 +164,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "KL divergence between the servers' and the trainer's logprobs for the same version "
             "([runbook](runbooks/logprob-mismatch.md))",
         ),
-        Metric("mismatch/max", "nats", "largest absolute difference between these logprobs"),
+        Metric(
+            "mismatch/max",
+            "nats",
+            "largest absolute difference between a server's and the trainer's logprob of a token",
+        ),
         Metric("critic/loss", "", "loss of the critic"),
         Metric("critic/value", "", "mean value that the critic predicts"),
         Metric("critic/return", "", "mean return that the critic learns to predict"),
@@ -218,7 +222,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train/mfu",
             "",
-            "share of the GPU's peak that the model's own arithmetic uses; only on known GPUs",
+            "model FLOPs utilization: the share of the GPUs' peak speed that the model's "
+            "operations reach; only on known GPUs",
             ("mfu",),
         ),
         Metric(
@@ -230,14 +235,18 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         _time("wait", "waiting for the batch"),
         _time("train", "the update of the policy and the computation of its metrics"),
         _time("update", "the update of the policy, over all minibatches"),
-        _time("engine", "forward, backward and optimizer together, within the update", "seconds"),
+        _time(
+            "engine",
+            "the forward and backward passes and the optimizer, within the update",
+            "seconds",
+        ),
         _time("forward", "forward passes on the slowest rank"),
         _time("backward", "backward passes on the slowest rank"),
         _time("optimizer", "gradient clipping and the optimizer on the slowest rank"),
         _time("critic", "the update of the critic", "critic/seconds"),
         _time("confirm", "waiting for a server to confirm the previous version"),
         _time("publish", "waiting for the export of the new version's weights"),
-        _time("checkpoint", "copying the state to save, in a step that saves a checkpoint"),
+        _time("checkpoint", "copying the state, in a step that saves a checkpoint"),
     ),
     "Evaluations": (
         Metric("eval/NAME/mean", "", "mean reward of all answers in an evaluation"),

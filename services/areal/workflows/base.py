@@ -55,8 +55,9 @@ class InferenceEngine(Protocol):
         Raises:
             InvalidInput: The request is too long for the model, or a token id is out of range.
             Unavailable: Servers failed repeatedly; the message names each failure.
-            WaitTimeout: Within `rollout.request_timeout_s` no server had a recent enough policy
-                version, or none finished the answer.
+            WaitTimeout: No server had a recent enough policy version within
+                `rollout.setup_timeout_s`, or the answer was not finished within
+                `rollout.request_timeout_s`.
         """
         ...
 

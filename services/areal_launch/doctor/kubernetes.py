@@ -76,7 +76,7 @@ class ClusterDoctor:
         version = self._api.version()
         match = re.match(r"v(\d+)\.(\d+)", version)
         if match is None or (int(match[1]), int(match[2])) < OLDEST:
-            return missing(version, f"Kubernetes {OLDEST[0]}.{OLDEST[1]} or newer")
+            return missing(version, f"use Kubernetes {OLDEST[0]}.{OLDEST[1]} or newer")
         return ok(version)
 
     def _chart(self) -> Finding:
@@ -109,7 +109,7 @@ class ClusterDoctor:
         if not absent:
             return ok(f"all {len(wanted)} kinds are known to the cluster")
         fixes = {
-            _CRD_SOURCES.get(version.partition("/")[0], "a newer cluster, or other values")
+            _CRD_SOURCES.get(version.partition("/")[0], "use a newer cluster, or other values")
             for version, _ in absent
         }
         names = ", ".join(f"{version} {kind}" for version, kind in absent)
@@ -124,9 +124,9 @@ class ClusterDoctor:
             kind for kind, group in _CREATED.items() if not self._api.may_create(group, kind)
         ]
         if refused:
-            fix = "a role that may create them in the namespace"
-            return missing(f"may not create {', '.join(refused)}", fix)
-        return ok("may create all objects of the chart")
+            fix = "get a role that may create them in the namespace"
+            return missing(f"not allowed to create {', '.join(refused)}", fix)
+        return ok(f"may create {', '.join(_CREATED)}")
 
     def _bucket(self) -> Finding:
         """Asked from here: pods may have another identity, but not another bucket."""
@@ -134,8 +134,8 @@ class ClusterDoctor:
         if not in_object_store(path):
             return ok("none: versions are on a volume or in weight-sync's store")
         if why := weights_problem(self._release.config):
-            fix = "create it, or grant access; if only the pods have access, their logs must say so"
-            return note(why, f"{fix} (else: transport_fell_back)")
+            fix = "create it, or grant access; if only the pods have access, check their logs"
+            return note(why, f"{fix} for transport_fell_back")
         return ok(f"{path} can be written, listed and deleted in from here")
 
     def _storage(self) -> Finding:
@@ -149,17 +149,17 @@ class ClusterDoctor:
         default = [name for name, notes in names.items() if (notes or {}).get(_DEFAULT) == "true"]
         wanted = {claim.get("storageClassName") or "" for claim in claims}
         absent = sorted(each for each in wanted if each and each not in names)
-        fix = "storage.storageClass and redis.storageClass, or storage.hostPath on one node"
+        fix = "set storage.storageClass and redis.storageClass, or storage.hostPath on one node"
         if absent:
-            return missing(f"no class {', '.join(absent)}", fix)
+            return missing(f"no storage class {', '.join(absent)}", fix)
         if "" in wanted and not default:
-            return missing("no default class", fix)
+            return missing("no default storage class", fix)
         modes = sorted({mode for claim in claims for mode in claim["accessModes"]})
         used = ", ".join(sorted((wanted - {""}) | set(default[:1] if "" in wanted else [])))
         if "ReadWriteMany" in modes:
             return note(
                 f"{used}; whether it supports ReadWriteMany is unknown",
-                "a class on NFS, CephFS, EFS or Filestore; or storage.existingClaim",
+                "use a class on NFS, CephFS, EFS or Filestore, or set storage.existingClaim",
             )
         return ok(used)
 
@@ -171,10 +171,10 @@ class ClusterDoctor:
         absent = sorted(image for image in wanted if not ({image, f"docker.io/{image}"} & present))
         if not absent:
             return ok(f"all {len(wanted)} are on a node")
-        fix = "push them where nodes pull (image.repository, image.pullSecrets), or load them there"
+        fix = "push them to image.repository (with image.pullSecrets), or load them onto the nodes"
         if any(container.get("imagePullPolicy") == "Never" for container in containers):
             return missing(f"on no node: {', '.join(absent)}", fix)
-        return note(f"pulled at the start: {', '.join(absent)}", fix)
+        return note(f"will be pulled at the start: {', '.join(absent)}", fix)
 
     def _gpus(self) -> Finding:
         wanted: Counter[str] = Counter()
@@ -188,9 +188,11 @@ class ClusterDoctor:
             name: sum(int(node["status"]["allocatable"].get(name, 0)) for node in self._nodes)
             for name in wanted
         }
-        said = ", ".join(f"{found[name]} {name} of {wanted[name]}" for name in wanted)
+        said = ", ".join(
+            f"{name}: {wanted[name]} requested, {found[name]} on the nodes" for name in wanted
+        )
         if any(found[name] < wanted[name] for name in wanted):
-            fix = "nodes with GPUs and their device plugin, gpuResource, or a smaller allocation"
+            fix = "add GPU nodes and a device plugin, set gpuResource, or use a smaller allocation"
             return missing(said, fix)
         return ok(said)
 
@@ -203,8 +205,8 @@ class ClusterDoctor:
             return ok(f"for NCCL: {', '.join(fast)} (request it in trainer.resources)")
         ranks = self._config.allocation_mode
         return note(
-            f"no RDMA resource on any node; NCCL of {ranks} uses TCP between nodes",
-            "the vendor's RDMA or EFA device plugin, or one node for all ranks",
+            f"no RDMA resource on any node, so NCCL of {ranks} uses TCP between nodes",
+            "install the vendor's RDMA or EFA device plugin, or use one node for all ranks",
         )
 
     def _secrets(self) -> Finding:
@@ -242,10 +244,10 @@ class ClusterDoctor:
                 left = quantity(hard[key]) - quantity(used.get(key, "0"))
                 if amount > left:
                     return missing(
-                        f"{quota['metadata']['name']}: {name} {amount:g} wanted, {left:g} left",
-                        "a larger quota, or smaller resources.requests",
+                        f"{quota['metadata']['name']}: {amount:g} {name} requested, {left:g} left",
+                        "get a larger quota, or set smaller resources.requests",
                     )
-        return ok(f"{len(quotas)} quotas leave room")
+        return ok(f"{len(quotas)} quotas have room")
 
     def _room(self) -> Finding:
         wanted = self._requests()
@@ -262,11 +264,11 @@ class ClusterDoctor:
                 for name, amount in _asked(pod["spec"]).items():
                     free[name] -= amount
         said = (
-            f"no quota; requests are {wanted['cpu']:g} CPUs of {free['cpu']:g} free, "
-            f"{wanted['memory'] / 2**30:.1f} GiB of {free['memory'] / 2**30:.1f}"
+            f"no quota; the pods request {wanted['cpu']:g} CPUs of {free['cpu']:g} free, and "
+            f"{wanted['memory'] / 2**30:.1f} GiB of {free['memory'] / 2**30:.1f} free"
         )
         if any(wanted[name] > free[name] for name in wanted):
-            return missing(said, "more nodes, or smaller resources.requests")
+            return missing(said, "add nodes, or set smaller resources.requests")
         return ok(said)
 
     def _requests(self) -> dict[str, float]:

@@ -157,15 +157,16 @@ def _gpus(config: BaseExperimentConfig) -> Finding:
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     wanted = config.stack.gpus_per_node
     if wanted > devices:
-        return missing(f"{devices} here", f"stack.gpus_per_node={devices}, or a driver")
+        fix = f"install the GPU driver, or set stack.gpus_per_node={devices}"
+        return missing(f"{devices} found, {wanted} requested", fix)
     if wanted:
         nodes = count_nodes(config).nodes
         if nodes > 1:
             fix = "run it --on slurm, ray or kubernetes, or choose a smaller allocation_mode"
-            return missing(f"the allocation takes {nodes} nodes, and this is one", fix)
-        return ok(f"{devices} here, at most {wanted} used")
+            return missing(f"allocation_mode takes {nodes} nodes, and this is one", fix)
+        return ok(f"{devices} found, at most {wanted} used")
     if devices:
-        return note(f"{devices} here, unused", f"stack.gpus_per_node={devices}")
+        return note(f"{devices} found, unused", f"set stack.gpus_per_node={devices}")
     return ok("none, and none requested")
 
 
@@ -179,7 +180,7 @@ def _ports() -> Finding:
         port = PortPicker().pick("doctor")
     except OSError as error:
         return missing(str(error), "stop the processes that listen there")
-    return ok(f"free in {FIRST_PORT} to {LAST_PORT}, e.g. {port}")
+    return ok(f"some are free from {FIRST_PORT} to {LAST_PORT}, e.g. {port}")
 
 
 def _disk(config: BaseExperimentConfig) -> Finding:
@@ -195,7 +196,7 @@ def _disk(config: BaseExperimentConfig) -> Finding:
     free = shutil.disk_usage(folder).free
     found = f"{free / _GIB:.1f} GiB free in {folder}"
     if free < needed:
-        fix = f"about {needed / _GIB:.1f} GiB, or a smaller checkpoint.keep"
+        fix = f"make room for about {needed / _GIB:.1f} GiB, or set a smaller checkpoint.keep"
         return missing(found, fix)
     return ok(f"{found}, about {needed / _GIB:.1f} needed")
 
@@ -235,7 +236,7 @@ def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
         f"{there.available / _GIB:.1f} GiB available, about {needed / _GIB:.1f} needed: "
         f"{'; '.join(said)}"
     )
-    fix = "fewer servers or ranks in allocation_mode, smaller micro-batches, or another machine"
+    fix = "use fewer servers or ranks, smaller micro-batches, or a machine with more memory"
     if needed > _SURELY * there.total:
         return missing(found, fix)
     return note(found, fix) if needed > there.available else ok(found)
@@ -244,18 +245,18 @@ def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
 def _trainer_memory(config: GRPOConfig, shape: ModelShape) -> Finding:
     there = memory.gpu_bytes()
     rank = memory.trainer_rank(config, shape, gpu=True, there=there)
-    found = f"each rank about {rank.need}, gradient_checkpointing {rank.mode}"
+    found = f"each rank needs about {rank.need} with gradient_checkpointing={rank.mode}"
     if not there:
         return ok(f"{found}; there is no GPU here to compare with")
-    found += f", of {there / _GIB:.1f} on its GPU"
+    found += f"; its GPU has {there / _GIB:.1f} GiB free"
     return ok(found) if rank.need.total <= there else missing(found, rank.ways_out)
 
 
 def _engine(config: BaseExperimentConfig) -> Finding:
     if command := inference_command(config):
         return ok(" ".join(command))
-    fix = "make sglang-gpu, or stack.inference_command='PYTHON -m sglang.launch_server'"
-    return note("areal_inference, which computes on the CPU", fix)
+    fix = "run make sglang-gpu, or set stack.inference_command='PYTHON -m sglang.launch_server'"
+    return note("the CPU engine, which does not use the servers' GPUs", fix)
 
 
 def _nccl(config: BaseExperimentConfig) -> Finding:
@@ -265,10 +266,10 @@ def _nccl(config: BaseExperimentConfig) -> Finding:
     there = _nccl_in(python.parent.parent.glob("lib/python*/site-packages"))
     if not (here and there):
         side = "the servers' environment" if here else "this environment"
-        fix = "compare torch.cuda.nccl.version() of both, or weight_sync.transport=disk"
-        return note(f"the version is not known in {side}", fix)
+        fix = "compare torch.cuda.nccl.version() of both, or set weight_sync.transport=disk"
+        return note(f"the version in {side} is unknown", fix)
     if here != there:
-        fix = f"a torch with NCCL {there} for the trainer, or weight_sync.transport=disk"
+        fix = f"install a torch with NCCL {there} here, or set weight_sync.transport=disk"
         return note(f"{here} for the trainer, {there} for the servers: they may not connect", fix)
     return ok(f"{here} for trainer and servers")
 
@@ -283,15 +284,15 @@ def _nccl_in(folders: Iterable[Path]) -> str:
 
 def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:
     need, there = memory.server(config, shape, gpu=True), memory.gpu_bytes()
-    found = f"each server about {need} on each of its GPUs"
+    found = f"each server needs about {need} on each of its GPUs"
     if not there:
         return ok(f"{found}; there is no GPU here to compare with")
     running, cache = config.stack.inference_max_running, need.parts["cache"]
     room = int(_SERVERS_SHARE * there) - (need.total - cache)
     fits = max(0, room) * running // max(cache, 1)
-    found += f", {there / _GIB:.1f} there"
+    found += f"; a GPU has {there / _GIB:.1f} GiB free"
     if fits < 1:
-        fix = "more GPUs per server (sglang:dNtM), or a smaller model.context_length"
+        fix = "use more GPUs per server (sglang:dNtM), or a smaller model.context_length"
         return missing(f"{found}: no request of full length fits", fix)
     if fits < running:
         found += f": {fits} of {running} requests of full length fit, the rest wait"
@@ -300,13 +301,13 @@ def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:
 
 def _model(config: BaseExperimentConfig, *, can_prepare: bool) -> Finding:
     if config.endpoints.inference and not config.model.path:
-        return ok("the servers bring their own")
+        return ok("the servers have their own")
     why = missing_model(config)
     if not why:
         return ok(config.model.path)
     if can_prepare and config.model.path:
         return ok(f"created or downloaded at the start, into {config.model.path}")
-    return missing(why, "model.path=DIRECTORY with config.json and *.safetensors")
+    return missing(why, "set model.path to a folder with config.json and *.safetensors")
 
 
 def _dashboard(config: BaseExperimentConfig) -> str:
@@ -323,10 +324,10 @@ def _secrets(config: BaseExperimentConfig) -> Finding:
     for file in files:
         if file.stat().st_mode & 0o077:
             return note(f"security: other users may read {file}", f"chmod 600 {file}")
-    return ok("a token" if security.token else "no token: everything listens on loopback only")
+    return ok("a token is set" if security.token else "no token is set: the run creates one")
 
 
 def _config(config: BaseExperimentConfig) -> Finding:
     if found := cautions(config):
-        return note("; ".join(found), "change it if this is not intended")
+        return note("; ".join(found), "change these values if they are not intended")
     return ok("valid")

@@ -388,7 +388,7 @@ def test_doctor_when_things_are_missing_then_each_line_says_how_to_get_them(
     assert "kubeflow.org/v1 PyTorchJob" in missing["API versions"].found
     assert "trainer.workload=Job" in missing["API versions"].fix
     assert "roles" in missing["permissions"].found
-    assert missing["storage class"].found == "no default class"
+    assert missing["storage class"].found == "no default storage class"
     assert "areal/control" in missing["images"].found
     assert missing["GPUs"].found == "0 nvidia.com/gpu of 5"
     assert "mine" in missing["secrets"].found

@@ -159,8 +159,11 @@ def test_doctor_when_a_rank_does_not_fit_then_missing_with_the_part_that_decides
     gpus(80899)
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
     assert found["trainer memory"].verdict is CheckResult.OK
-    assert "each rank about 54" in found["trainer memory"].found
-    assert "gradient_checkpointing selective, of 79.0 on its GPU" in found["trainer memory"].found
+    assert "each rank needs about 54" in found["trainer memory"].found
+    assert (
+        "gradient_checkpointing=selective; its GPU has 79.0 GiB free"
+        in found["trainer memory"].found
+    )
     assert found["server memory"].verdict is CheckResult.OK
     assert found["engine"].verdict is CheckResult.NOTE, "no SGLang beside this environment"
     assert "make sglang-gpu" in found["engine"].fix
@@ -168,7 +171,7 @@ def test_doctor_when_a_rank_does_not_fit_then_missing_with_the_part_that_decides
     config.actor.gradient_checkpointing = False
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
     assert found["trainer memory"].verdict is CheckResult.MISSING
-    assert "of 79.0 on its GPU" in found["trainer memory"].found
+    assert "its GPU has 79.0 GiB free" in found["trainer memory"].found
     fix = found["trainer memory"].fix
     assert fix.startswith("actor.gradient_checkpointing=selective or full or offload, or a smaller")
 
