@@ -40,7 +40,7 @@ services' `metrics.py`; do not edit.
 
 The trainer writes one line for each step to `runs/<experiment>/<trial>/metrics.jsonl`. `areal run`,
 the dashboard, and `reward.png` show what these lines contain. Means over tokens count the tokens
-that the policy sampled (the loss mask). If a step has several minibatches, a figure is the mean over
+that the policy sampled (the loss mask). If a step has several minibatches, figures are means over
 them, weighted by tokens, unless the table says otherwise. All ranks have the same figures; rank 0
 writes the file. `actor.ppo_update` returns its figures under the same names. A line has only the
 keys that the recipe produces. In lines that a release before 0.3 wrote, keys had other names

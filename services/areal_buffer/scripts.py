@@ -164,5 +164,5 @@ def translate(error: RedisError) -> errors.ArealError:
     if isinstance(error, _AWAY):
         return errors.Unavailable(f"Redis does not answer: {text}")
     if _FOR_NOW.search(text):
-        return errors.Unavailable(f"Redis refuses for now: {text}")
+        return errors.Unavailable(f"Redis refuses commands for now: {text}")
     return errors.ArealError(f"Redis: {text}")

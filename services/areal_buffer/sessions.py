@@ -225,7 +225,7 @@ def check_update(request: pb.UpdateSessionRequest) -> pb.UpdateSessionRequest:
             check.check_task_id(request.record.call_id, "record.call_id")
             sizes = {len(answer.token_ids), len(answer.logprobs), len(answer.versions)}
             if len(sizes) > 1:
-                raise InvalidInput("record.answer: ids, logprobs and versions differ in number")
+                raise InvalidInput("record.answer: expected as many logprobs and versions as ids")
         case "reward":
             check.check_number(request.reward.number, "reward.number", 0)
             if not math.isfinite(request.reward.value):

@@ -110,7 +110,7 @@ class WorkerPool:
             Unavailable: The queue is full, or the service is draining.
         """
         if self._draining:
-            raise Unavailable("reward: draining")
+            raise Unavailable("reward: this service is shutting down")
         limit = self._config.max_waiting_items
         # A call larger than the whole queue is let in when it is alone.
         if self._waiting_items and self._waiting_items + len(items) > limit:

@@ -164,7 +164,7 @@ def _refuse(ended: Ended, path: str, said: str) -> None:
     code = ended.exit_code
     if ended.cause or ended.failed:
         why = f"the limit of {ended.cause}" if ended.cause else ended.failed
-        raise CapacityExceeded(f"{path}: {why} ended the access")
+        raise CapacityExceeded(f"{path}: the access was ended by {why}")
     if code == errno.ENOENT:
         raise NotFound(f"{path}: {said}")
     if code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):

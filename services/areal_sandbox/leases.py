@@ -146,7 +146,7 @@ class Leases:
             self._starting -= 1
         if self._draining:
             await box.close()
-            raise Unavailable("sandbox: draining")
+            raise Unavailable("sandbox: this service is shutting down")
         name = secrets.token_hex(10)
         lease = Lease(
             name, box, limits, environment or {}, metadata or {}, self._timer(name, ttl_s), 0.0
@@ -203,11 +203,12 @@ class Leases:
     ) -> Outcome:
         """Runs a command in a box of its own; raises CapacityExceeded if too many wait."""
         if self._draining:
-            raise Unavailable("sandbox: draining")
+            raise Unavailable("sandbox: this service is shutting down")
         if self._waiting >= self._config.max_waiting:
             self.metrics.refused.inc()
             raise CapacityExceeded(
-                f"sandbox: {self._waiting} commands wait for a box, the most; try again in 1 s"
+                f"sandbox: {self._waiting} commands are waiting for a box, which is the limit; "
+                "try again in 1 s"
             )
         self._waiting += 1
         try:
@@ -222,7 +223,8 @@ class Leases:
         if len(lease.box.commands) >= self._config.max_commands:
             self.metrics.refused.inc()
             raise CapacityExceeded(
-                f"sandbox {lease.id}: runs {len(lease.box.commands)} commands, the most; "
+                f"sandbox {lease.id}: {len(lease.box.commands)} commands are running, which is the "
+                "limit; "
                 "try again in 1 s"
             )
 
@@ -259,7 +261,7 @@ class Leases:
 
     def _admit(self) -> None:
         if self._draining:
-            raise Unavailable("sandbox: draining")
+            raise Unavailable("sandbox: this service is shutting down")
         if len(self._leases) + self._starting < self._config.boxes:
             return
         for lease in self.all():

@@ -104,7 +104,9 @@ async def test_admission_when_concurrency_is_below_batch_then_batch_still_fills(
     for each in ("a", "b", "c"):
         leases = await book.lease(10)
         assert list(leases) == [each]
-        assert (await book.leases(1))[1] == ("admission: max_concurrent_rollouts 1 are running")
+        assert (await book.leases(1))[1] == (
+            "admission: max_concurrent_rollouts reached: 1 running"
+        )
         await book.complete(each, leases[each])
     assert await book.take(1) == ("taken", ["a", "b", "c"])
 

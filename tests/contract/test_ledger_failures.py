@@ -62,7 +62,7 @@ async def test_run_when_its_trainer_waits_for_an_evaluation_then_stopped_as_well
     for task_id, token in (await strict.lease(17)).items():
         if task_id != "mine":
             await strict.return_lease(task_id, token, "workflow_error")
-    with pytest.raises(WorkflowError, match="first 16 tasks all ended by the same error"):
+    with pytest.raises(WorkflowError, match="first 16 tasks all failed with the same error"):
         await strict.store.ended(["mine"], incarnation)
     assert await strict.store.ended(["mine"]) == []  # somebody else's wait continues
 

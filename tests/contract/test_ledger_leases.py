@@ -181,7 +181,7 @@ async def test_complete_when_token_is_older_than_lease_then_refused(book: Book) 
     await book.take(2)
     await book.submit("c")
     token = (await book.lease())["c"]
-    with pytest.raises(InvalidInput, match="sampled at version 0, the lease was given at 1"):
+    with pytest.raises(InvalidInput, match="version 0, but the task was leased at version 1"):
         await book.complete("c", token, version=0)
     assert await book.complete("c", token, version=1)
 

@@ -163,7 +163,7 @@ async def test_partial_when_too_stale_for_any_batch_then_dropped(book: Book) -> 
     await book.redis.hset(f"{book.prefix}meta", "policy_version", 2)
     lease = (await book.leases(1))[0][0]
     assert (lease.task.task_id, lease.policy_version, lease.partial) == ("x", 2, b"")
-    with pytest.raises(InvalidInput, match="the lease was given at 2"):
+    with pytest.raises(InvalidInput, match="the task was leased at version 2"):
         await book.complete("x", lease.token, version=1)
 
 

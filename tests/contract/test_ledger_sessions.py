@@ -105,7 +105,7 @@ async def test_session_when_opened_again_with_another_request_then_refused(book,
         with pytest.raises(InvalidInput, match="session s: it was opened by another request"):
             await sessions.open("s", **other)
     await book.submit("t")
-    with pytest.raises(InvalidInput, match="task_id t: there is a task of this name"):
+    with pytest.raises(InvalidInput, match="task_id t: a task of this id exists already"):
         await sessions.open("t")
 
 
@@ -143,7 +143,7 @@ async def test_session_when_queued_rows_fill_every_place_then_it_gets_every_othe
         if given:
             row, token = given[0].task.task_id, given[0].token
             continue
-        assert reason.endswith("places kept for agents that were refused a session: 1")
+        assert reason.endswith("places reserved for agents whose session was refused: 1")
         await sessions.open(f"s{step}")
         row, token = f"s{step}", await sessions.token(f"s{step}")
     assert order == ["t0", "s1", "t1", "s3"]
@@ -156,7 +156,7 @@ async def test_session_when_every_slot_is_taken_then_one_is_kept_for_it_but_not_
     await book.register(size=2, eta=1, concurrent=1)
     await book.submit("a", "b", "named")
     [(row, token)] = (await book.lease(5)).items()
-    with pytest.raises(CapacityExceeded, match="max_concurrent_rollouts 1 are running"):
+    with pytest.raises(CapacityExceeded, match="max_concurrent_rollouts reached: 1 running"):
         await sessions.open("s")
     assert await book.complete(row, token)
     assert await book.lease(5) == {}

@@ -70,7 +70,7 @@ async def test_version_when_the_trainer_comes_again_then_it_is_not_uploaded_twic
     assert (await publish(rig, 1)).files == first.files
     changed = rig.noisy(2)
     other = type(changed)(1, 1, changed.tensors, rig.model)
-    with pytest.raises(TransportError, match="holds another version than the one published"):
+    with pytest.raises(TransportError, match="holds a different version from the one published"):
         await run(lambda: ObjectPublisher(URL).publish(other, rig.announce))
 
 

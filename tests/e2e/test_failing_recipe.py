@@ -39,7 +39,7 @@ def test_run_when_its_reward_raises_then_it_stops_with_the_cause_and_goes_on_whe
         assert first[2].endswith(f"raised KeyError: 'solution' ({recipe}:{line})")
         summary = json.loads((stack.run_dir / "summary.json").read_text())
         assert summary["status"] == "failed"
-        assert "the first 16 tasks all ended by the same error" in summary["cause"]
+        assert "the first 16 tasks all failed with the same error" in summary["cause"]
         assert f"({recipe}:{line})" in summary["cause"]
         assert summary["restarts"] == {}, "trained again although it would fail again"
         assert [each["site"] for each in summary["recipe_failures"]] == [

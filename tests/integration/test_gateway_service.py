@@ -221,7 +221,7 @@ async def test_requests_when_malformed_then_one_clear_line_and_nothing_is_queued
 
 
 async def test_status_when_a_recipe_fails_then_its_failures_and_the_stop_are_told(tmp_path):
-    run = FakeRun(stopped="the first 16 tasks all ended by the same error: …")
+    run = FakeRun(stopped="the first 16 tasks all failed with the same error: …")
     words = "reward_fn raised KeyError: 'solution' (/tmp/mine.py:41)"
     run.failures = [
         buffer_service_pb2.WorkflowFailure(

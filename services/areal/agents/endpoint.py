@@ -79,7 +79,7 @@ class Endpoint:
         async def find(key: str) -> Session:
             opened = self._sessions.get(request.headers.get(KEY_HEADER, key))
             if opened is None:
-                raise Unauthenticated("API key: it belongs to no session")
+                raise Unauthenticated("API key: expected the key of an open session")
             return opened(request.headers.get(NAME_HEADER, ""))
 
         content = await request.read()

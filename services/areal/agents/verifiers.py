@@ -154,7 +154,7 @@ class VerifiersWorkflow(RolloutWorkflow):
             if trace["agent"]["trainable"] and trace["id"] in sessions:
                 found += sessions[trace["id"]][1].merged(_reward(trace)).trajectories
         if not found:
-            raise WorkflowError(f"{self.server}: the episode has no call of a trainable agent")
+            raise WorkflowError(f"{self.server}: no trainable agent called the model")
         return found
 
     def _request(self, base_url: str, key: str, data: dict[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,8 @@ def _marked(
     every = _turns(messages)
     if len(spans) != len(every):
         raise InvalidInput(
-            f"messages: the chat template marks {len(spans)} of {len(every)} assistant turns"
+            f"messages: the chat template marks {len(spans)} of {len(every)} assistant turns, "
+            "expected all"
         )
     return "".join(parts), [spans[every.index(turn)] for turn in turns]
 

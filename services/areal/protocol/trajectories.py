@@ -69,7 +69,7 @@ class GroupCodec:
             try:
                 size = zstandard.frame_content_size(stored)
                 if size < 0:
-                    raise InvalidInput("group: a zstd frame that does not say its size")
+                    raise InvalidInput("group: a zstd frame without its content size")
                 if size <= max_bytes:
                     payload = self._decompressor.decompress(stored, allow_extra_data=False)
             except zstandard.ZstdError as error:

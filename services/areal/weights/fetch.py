@@ -60,7 +60,9 @@ def fetch_model(location: str, headers: Mapping[str, str], folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files.values():
             if Path(file.name).name != file.name:
-                raise InvalidInput(f"{location}: file name {file.name!r}")
+                raise InvalidInput(
+                    f"{location}: file {file.name!r}: expected a name without folders"
+                )
             fetch_file(location, headers, file, folder / file.name)
     except OSError as error:
         raise TransportError(f"{folder}: {error.strerror or error}") from None
@@ -95,7 +97,9 @@ def fetch_version(
         made = _fetch_delta(location, manifest, headers, root, staging)
         for file in manifest.files:
             if Path(file.name).name != file.name:
-                raise InvalidInput(f"{location}: file name {file.name!r}")
+                raise InvalidInput(
+                    f"{location}: file {file.name!r}: expected a name without folders"
+                )
             if not (made and file.name == SINGLE_FILE):
                 fetch_file(location, headers, file, staging / file.name)
         write_manifest(manifest, staging)
@@ -194,9 +198,11 @@ if __name__ == "__main__":
     parser.add_argument(
         "location", help="http://host:port/versions/NAME or s3://bucket/prefix/NAME."
     )
-    parser.add_argument("folder", type=Path, help="Where the files go.")
-    parser.add_argument("--token-file", default="", help="Bearer token; default: AREAL_TOKEN.")
+    parser.add_argument("folder", type=Path, help="Folder for the files.")
     parser.add_argument(
-        "--wait", type=float, default=1800.0, help="Seconds until the store must have it."
+        "--token-file", default="", help="File with the token; default: AREAL_TOKEN."
+    )
+    parser.add_argument(
+        "--wait", type=float, default=1800.0, help="How long to wait for the version, in seconds."
     )
     run(**vars(parser.parse_args()))

@@ -352,7 +352,7 @@ def publish_dir(staging: Path, final: Path) -> None:
     wanted = read_manifest(staging)
     if final.exists():
         if read_manifest(final).files != wanted.files:
-            raise InvalidInput(f"{final}: exists with different content")
+            raise InvalidInput(f"{final}: already exists with different content")
         shutil.rmtree(staging)
         return
     staging.rename(final)

@@ -152,7 +152,7 @@ class ObjectStore:
         """Raises InvalidInput unless the stored files match the published ones in name and size."""
         name = version.path.rpartition("/")[2]
         if self.manifest(name).files != version.files:
-            raise InvalidInput(f"{version.path}: holds another version than the one published")
+            raise InvalidInput(f"{version.path}: holds a different version from the one published")
         held = self.sizes(name)
         for file in version.files:
             if held.get(file.name) != file.size_bytes:

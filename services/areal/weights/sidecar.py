@@ -103,18 +103,20 @@ def _answer(message: str, status: int) -> web.Response:
 def run() -> None:
     """Serves until a signal."""
     parser = argparse.ArgumentParser(prog="python -m areal.weights.sidecar")
-    parser.add_argument("--listen", default="127.0.0.1:30900", help="host:port.")
+    parser.add_argument("--listen", default="127.0.0.1:30900", help="host:port to listen on.")
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path("/dev/shm/areal-weights"),  # noqa: S108 - memory, and it may be shared
-        help="Where versions go.",
+        help="Folder for versions.",
     )
-    parser.add_argument("--token-file", default="", help="Bearer token; default: AREAL_TOKEN.")
+    parser.add_argument(
+        "--token-file", default="", help="File with the token; default: AREAL_TOKEN."
+    )
     parser.add_argument(
         "--allow-insecure-bind",
         action="store_true",
-        help="Listen where others reach it, without a token.",
+        help="Without a token, allow other machines to connect.",
     )
     asked = parser.parse_args()
     configure_logging("sidecar", "")

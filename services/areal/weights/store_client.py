@@ -138,7 +138,7 @@ class StoreConnection:
         if response.status != 206 or not given.startswith(asked.replace("=", " ") + "/"):
             self._http.close()
             raise TransportError(
-                f"{self.url}: {name}/{file}: asked for {asked}, was given "
+                f"{self.url}: {name}/{file}: asked for {asked}, got "
                 f"HTTP {response.status} {given!r:.80}"
             )
         filled = 0

@@ -117,7 +117,7 @@ class BlockingCalls:
         if self.hung >= self._max_hung:
             raise TooManyHung(
                 f"{name}: not called: {self.hung} earlier calls still run past their limit; "
-                f"give whatever they wait for a deadline"
+                f"add a timeout to what they wait for"
             )
 
 

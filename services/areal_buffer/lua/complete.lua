@@ -16,7 +16,7 @@ local function complete(at, payload)
     end
     if head < task.floor then
       fail('InvalidInput', 'group ' .. task.id .. ' token_versions: a token was sampled at version ' ..
-        int(head) .. ', the lease was given at ' .. int(task.floor))
+        int(head) .. ', but the task was leased at version ' .. int(task.floor))
     end
   end
   -- Results for clients leave a tenth to the trainer and its evaluations, for which it waits. Above

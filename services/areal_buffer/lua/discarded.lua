@@ -4,7 +4,7 @@
 fence(ARGV[1])
 local step, meta = tonumber(ARGV[2]), read_meta()
 if step <= meta.let_go then
-  fail('WrongStep', 'step ' .. int(step) .. ': what was discarded before it was released')
+  fail('WrongStep', 'step ' .. int(step) .. ': its list of discarded groups has been released')
 end
 local key = P .. 'discarded' .. (step <= meta.last_taken and ':' .. int(step) or '')
 if step > meta.last_taken + 1 then return {0, {}} end

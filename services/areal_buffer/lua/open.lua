@@ -6,7 +6,7 @@
 local id, purpose, keys = ARGV[1], ARGV[2], table.concat(ARGV, ',', 7)
 local known = read_task(id)
 if known then
-  if known.sessions == 0 then fail('InvalidInput', 'task_id ' .. id .. ': there is a task of this name') end
+  if known.sessions == 0 then fail('InvalidInput', 'task_id ' .. id .. ': a task of this id exists already') end
   local first = call('HMGET', known.key, 'salt', 'idle', 'body')
   if known.sessions ~= #ARGV - 6 or known.purpose ~= purpose or first[2] ~= ARGV[4] or
     (first[3] or ARGV[3]) ~= ARGV[3] then
@@ -19,7 +19,7 @@ local meta = read_meta()
 local headroom, why = admission(meta)
 local running = count('all:running')
 if running >= meta.max_concurrent_rollouts then
-  headroom, why = 0, 'admission: max_concurrent_rollouts ' .. int(running) .. ' are running'
+  headroom, why = 0, 'admission: max_concurrent_rollouts reached: ' .. int(running) .. ' running'
 elseif purpose == 'serve' then
   headroom, why = select(2, serve_room(meta)), 'admission: the other places are for training'
 end

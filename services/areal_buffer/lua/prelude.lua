@@ -365,9 +365,9 @@ local function note_end(task, error, detail)
   if not error or RUN.stopped ~= '' then return end
   local ended, _, failed = #RUN.endings, string.gsub(RUN.endings, 'x', 'x')
   if RUN.only ~= '' and ended >= RUN.first then
-    RUN.stopped = 'the first ' .. ended .. ' tasks all ended by the same error'
+    RUN.stopped = 'the first ' .. ended .. ' tasks all failed with the same error'
   elseif ended == WINDOW and failed > CONFIG.max_failure_ratio * WINDOW then
-    RUN.stopped = failed .. ' of the last ' .. WINDOW .. ' tasks ended by errors of the recipe, the last by this'
+    RUN.stopped = failed .. ' of the last ' .. WINDOW .. ' tasks failed because of the recipe; the newest of these'
   else
     return
   end

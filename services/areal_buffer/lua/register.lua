@@ -8,8 +8,8 @@ if step < meta.let_go then
 end
 if step > meta.last_taken then
   if meta.submitted > 0 or meta.incarnation > 0 then
-    fail('WrongStep', 'resume_step ' .. int(step) .. ': the ledger has given out batches up to ' ..
-      'step ' .. int(meta.last_taken) .. ' only')
+    fail('WrongStep', 'resume_step ' .. int(step) .. ': the ledger has handed out batches only up to ' ..
+      'step ' .. int(meta.last_taken))
   end
   -- An empty ledger, e.g. a new Redis: continue from the checkpoint, with nothing to replay. The lost
   -- one's incarnations are in the names of checkpoints and weights: those of this one are higher.

@@ -227,7 +227,7 @@ class DeltaSource:
         data = self._held(stored.place.name)
         if data.nbytes != stored.place.end:
             raise InvalidInput(
-                f"{FILE}: tensor {stored.place.name} has another dtype than the server's"
+                f"{FILE}: tensor {stored.place.name} has a different dtype from the server's"
             )
         self._delta.apply(stored.place.name, stored.place.dtype, data)
         return data

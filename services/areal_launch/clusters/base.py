@@ -99,7 +99,7 @@ def assign(config: BaseExperimentConfig, nodes: Sequence[Node], bind: str) -> Pl
     counts, allocation = count_nodes(config), parse_allocation(config.allocation_mode)
     if len(nodes) < counts.nodes:
         raise CannotStart(
-            f"allocation_mode {config.allocation_mode!r}: takes {counts.nodes} nodes with "
+            f"allocation_mode {config.allocation_mode!r}: needs {counts.nodes} nodes with "
             f"stack.gpus_per_node {config.stack.gpus_per_node} and {counts.ranks_per_node} trainer "
             f"ranks on a node; the job has {len(nodes)}"
         )

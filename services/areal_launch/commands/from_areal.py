@@ -91,7 +91,7 @@ def _backends(out: Converted, rollout: str, actor: str) -> None:
         if name != ours:
             out.note(f"{key}.backend {name}", f"here it is {ours}")
         if pipeline := re.search(r"p(?!1(?!\d))\d+", sizes):
-            out.note(f"{key} {pipeline[0]}", "no pipeline parallelism: its ranks are left out")
+            out.note(f"{key} {pipeline[0]}", "no pipeline parallelism here: its ranks are left out")
         halves.append(f"{ours}:" + (re.sub(r"p\d+|[tce]1(?!\d)", "", sizes) or "d1"))
     out.keys["allocation_mode"] = "+".join(halves)
 
@@ -397,7 +397,7 @@ def _layout(out: Converted, values: dict[str, Any]) -> None:
         if value:
             out.note(
                 f"{key} {value!r}",
-                "not used: `allocation_mode` is set, or needs both",
+                "not used: `allocation_mode` is set, or the other backend is missing",
             )
 
 

@@ -87,8 +87,8 @@ class ReleaseFollower(Follower):
 
     async def run(self) -> int:
         self.handle_signals()
-        end = "stays" if self._keep else "is removed, except its volumes (--keep: stays)"
-        self.say(f"release {self._release.name} is installed; after training it {end}")
+        end = "it is kept" if self._keep else "it is removed, except its volumes (unless --keep)"
+        self.say(f"release {self._release.name} is installed; after training, {end}")
         outcome, snapshot = Outcome(), Snapshot()
         try:
             outcome = await self._follow()
@@ -235,6 +235,6 @@ class ReleaseFollower(Follower):
         release = self._release
         helm, kubectl = " ".join(release.helm_command), " ".join(release.kubectl_command)
         selector = f"app.kubernetes.io/instance={release.name},app.kubernetes.io/component=trainer"
-        self.say(f"release {release.name} is kept. To follow it, run the same command again, or")
+        self.say(f"release {release.name} is kept. To follow it, run the same command again, or:")
         self.say(f"  {kubectl} logs -f -l {selector}")
         self.say(f"To remove it: {helm} uninstall {release.name}")

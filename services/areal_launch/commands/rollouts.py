@@ -51,7 +51,7 @@ def show(
 
 def _folder(run: str) -> RolloutFolder:
     if importlib.util.find_spec("pyarrow") is None:
-        raise InvalidInput("this installation cannot read rollouts; pip install pyarrow")
+        raise InvalidInput("the package pyarrow is not installed: pip install pyarrow")
     if in_object_store(run):
         return RolloutFolder(ObjectStore(run))
     return RolloutFolder(find_run(Path(run) if run else None, live=False).path)
@@ -100,7 +100,7 @@ def _show_step(folder: RolloutFolder, step: int | None, *, as_json: bool) -> Non
     if ended:
         causes = ", ".join(f"{count} {_short(cause)}" for cause, count in ended.most_common(3))
         say(
-            f"not trained on before this step: {ended.total()} groups: {causes}; "
+            f"{ended.total()} groups were not trained on before this step: {causes}; "
             f"to see them: areal show --discarded --step {step}"
         )
 
@@ -188,7 +188,7 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
                 style="bright_black",
             )
     console.print(
-        "gray: text that was given; bold: text that the policy sampled", style="bright_black"
+        "gray: prompts and other context; bold: text that the policy sampled", style="bright_black"
     )
 
 
@@ -233,7 +233,8 @@ def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -
     steps = [step for step in folder.steps if low <= step <= high]
     if not steps:
         raise InvalidInput(
-            f"steps {low} to {high}: expected steps from {folder.steps[0]} to {folder.steps[-1]}"
+            f"steps {low} to {high}: none is kept, expected steps from {folder.steps[0]} to "
+            f"{folder.steps[-1]}"
         )
     to.parent.mkdir(parents=True, exist_ok=True)
     temporary = to.with_name(f"{to.name}.tmp")
@@ -247,8 +248,8 @@ def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -
             count = _write_jsonl(temporary, batches)
         if not count:
             raise InvalidInput(
-                f"--as {kind}: no rows in steps {low} to {high}: "
-                "no group has samples with different rewards"
+                f"--as {kind}: no rows in steps {low} to {high}: no group has samples with "
+                f"different rewards{' and the same prompt' if kind == 'preferences' else ''}"
             )
         temporary.replace(to)
     finally:

@@ -97,7 +97,7 @@ def parse_tasks(
             raise InvalidInput(f"{where}: expected a JSON object, got {type(row).__name__}")
         tasks.append(_parse_task(row, where, default, f"{prefix}-{number}", describe))
     if not tasks:
-        raise InvalidInput(f"{source}: no tasks in it")
+        raise InvalidInput(f"{source}: has no tasks, expected one per line")
     return tasks
 
 

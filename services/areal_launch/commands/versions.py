@@ -50,7 +50,7 @@ def list_versions(run: Path | None, *, endpoint: str = "", as_json: bool) -> int
         ],
     )
     if problem:
-        say(f"unknown which servers serve these versions: {problem}")
+        say(f"the servers of these versions are unknown: {problem}")
     return 0
 
 
@@ -91,11 +91,11 @@ def export_version(run: Path | None, which: str, to: Path) -> int:
     elif which.isdigit():
         step = int(which)
     else:
-        raise InvalidInput(f"{which!r}: expected best, latest, or the number of a finished step")
+        raise InvalidInput(f"{which!r}: expected best, latest, or the step of a checkpoint")
     if step is None or step not in checkpoints:
         kept = ", ".join(map(str, sorted(checkpoints))) or "none"
-        evaluated = " that was evaluated" if which == "best" else ""
-        raise NotFound(f"{which}: no such checkpoint{evaluated}; kept: {kept}")
+        why = "no kept checkpoint was evaluated" if which == "best" else "no such checkpoint"
+        raise NotFound(f"{which}: {why}; kept: {kept}")
     half = to.with_name(f".{to.name}.part")
     shutil.rmtree(half, ignore_errors=True)
     command = [sys.executable, "-m", "areal.engines.export_checkpoint"]

@@ -51,13 +51,13 @@ class Scaler:
         plan = self._plan
         if not plan.inference:
             raise InvalidInput(
-                "inference: this stack started no servers; it uses those of endpoints.inference"
+                "inference: this stack started no servers; it uses those in endpoints.inference"
             )
         if not 1 <= count <= MAX_SERVERS:
             raise InvalidInput(f"inference={count}: expected 1 to {MAX_SERVERS}")
         if plan.capacity is not None and count > plan.capacity:
             raise InvalidInput(
-                f"inference={count}: the stack's nodes have GPUs for {plan.capacity}"
+                f"inference={count}: expected at most {plan.capacity}, for which the stack has GPUs"
             )
         before = len(plan.inference)
         began = time.monotonic()

@@ -140,7 +140,7 @@ def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
     last = invocations[-1]
     steps = f"steps {last['from_step'] + 1} to {last['to_step']}"
     if last["to_step"] == last["from_step"]:
-        steps = "no step" + (": none remained" if last["status"] == "finished" else "")
+        steps = "no step" + (", because none remained" if last["status"] == "finished" else "")
     return f", over {len(invocations)} invocations; this one {last['wall_s']:.0f} s, {steps}"
 
 
@@ -199,8 +199,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
     ] * trained
     if accounting[TaskState.DEAD_LETTERED.value]:
-        again = "; fix it and run the same command to retry them" if summary.get("cause") else ""
-        lines.append(("failed", f"areal dead-letters list has causes and tracebacks{again}"))
+        again = "; fix them and run the same command again" if summary.get("cause") else ""
+        lines.append(("failed", f"areal dead-letters list shows causes and tracebacks{again}"))
     if summary["restarts"]:
         lines.append(
             ("restarts", ", ".join(f"{name} {n}" for name, n in summary["restarts"].items()))

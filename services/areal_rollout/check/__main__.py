@@ -40,7 +40,7 @@ def check(config_file: Path, report: Report, *, model_later: bool) -> None:
         report.found("tokenizer", "unknown", f"{where}: prepare_model creates it when a run begins")
         return
     if not (config.tokenizer_dir / "tokenizer.json").is_file() and config.endpoints.rollout:
-        report.found("tokenizer", "unknown", f"{where}: only the rollout service has it")
+        report.found("tokenizer", "unknown", f"{where}: not here; only the rollout service has it")
         return
     try:
         tokenizer = Tokenizer.load(config.tokenizer_dir, Path(config.model.path))
@@ -71,7 +71,7 @@ def _run_main(recipe: Recipe, config_file: Path, stand_ins: StandIns, report: Re
             report.found(
                 "dataset",
                 "unknown",
-                f"{said}: only a trainer has this",
+                f"{said}: only the trainer can run this",
             )
         elif stand_ins.guesses:
             report.found(

@@ -70,7 +70,7 @@ class RowCheck:
             with report.within(WORKFLOW_S, "workflow", "unknown", late):
                 group = asyncio.run(self._episode(workflow, engine, lease))
         except _Late as waiting:
-            report.found("workflow", "unknown", f"{late}; it waits at {waiting}")
+            report.found("workflow", "unknown", f"{late}; it was waiting at {waiting}")
             return
         except (Exception, SystemExit) as error:
             self._failed(error, scorer)
@@ -144,13 +144,14 @@ class RowCheck:
                 )
             if ids.size > context:
                 raise InvalidInput(
-                    f"trajectory {number}: {ids.size} tokens, model.context_length is {context}"
+                    f"trajectory {number}: {ids.size} tokens: expected at most {context} "
+                    "(model.context_length)"
                 )
             if each.head_version < 0:
                 raise InvalidInput(f"trajectory {number}: no token was sampled by the policy")
         trained = sum(int(np.count_nonzero(each.loss_mask)) for each in trajectories)
         if not trained:
-            raise InvalidInput("loss_mask: it is False everywhere, so nothing would be learned")
+            raise InvalidInput("loss_mask: False everywhere, so nothing would be learned")
         tokens = sum(each.input_ids.size for each in trajectories)
         which = "1 trajectory" if len(trajectories) == 1 else f"{len(trajectories)} trajectories"
         return f"{which}, {tokens} tokens, {trained} of them in the loss"

@@ -266,7 +266,7 @@ class SGLangClient:
                 with tracing.span("wait_server"):
                     await self.table.changed(min(0.02 * 2**fruitless, 1.0))
                 if asyncio.get_running_loop().time() > deadline:
-                    hint = "only aborts came"
+                    hint = "every answer was aborted"
                     raise WaitTimeout("generation", on=server.url, since=began, hint=hint)
 
     async def _server(
@@ -374,7 +374,7 @@ class SGLangClient:
             error = ServerError("no connection within 5 s")
         elif isinstance(error, TimeoutError):
             if asyncio.get_running_loop().time() < deadline:  # not too late, but given up
-                return ServerError(f"given up: {server.note}")
+                return ServerError(f"request given up: {server.note}")
             hint = "rollout.request_timeout_s"
             error = WaitTimeout("its tokens", on=server.url, since=began, hint=hint)
         elif isinstance(error, (aiohttp.ClientError, OSError)):

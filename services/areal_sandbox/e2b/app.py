@@ -117,7 +117,7 @@ class E2BApp:
         if template not in _TEMPLATES:
             raise InvalidInput(f"templateID {template!r}: expected one of {', '.join(_TEMPLATES)}")
         if body.get("volumeMounts") or body.get("mcp"):
-            raise InvalidInput("volumeMounts, mcp: boxes have neither")
+            raise InvalidInput("volumeMounts, mcp: not supported; leave them out")
         lease = await self._leases.create(
             _LIMITS,
             connect.seconds(body.get("timeout", 0), "timeout"),

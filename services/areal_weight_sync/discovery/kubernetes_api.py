@@ -63,7 +63,7 @@ class KubernetesApi:
             self._custom_api = self._kubernetes.client.CustomObjectsApi
         except ImportError:
             raise ConfigError(
-                f"endpoints.inference: kubernetes://{namespace}/{service} takes the package "
+                f"endpoints.inference: kubernetes://{namespace}/{service} needs the package "
                 "kubernetes: pip install 'areal-services[weight-sync]'"
             ) from None
 

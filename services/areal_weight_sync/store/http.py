@@ -130,7 +130,7 @@ class StoreApp:
         manifest = from_json(await request.read())
         name = request.match_info["name"]
         if name != manifest.folder_name:
-            raise InvalidInput(f"version {name[:80]!r}: its manifest is of another one")
+            raise InvalidInput(f"version {name[:80]!r}: its manifest belongs to another version")
         await asyncio.to_thread(self._store.begin, manifest, self._base())
         # A trainer uploads one version at a time: what an earlier one left unfinished is dropped.
         self._uploads = {name: manifest}
@@ -146,7 +146,7 @@ class StoreApp:
         if end - begin > MAX_CHUNK_BYTES or request.content_length != end - begin:
             raise InvalidInput(
                 f"{name}/{file}: a body of {request.content_length} bytes for bytes {begin} to "
-                f"{end}, expected as many, at most {MAX_CHUNK_BYTES}"
+                f"{end}, expected that many, at most {MAX_CHUNK_BYTES}"
             )
         descriptor = self._store.open_upload(name, file, begin, end)
         digest, offset = xxhash.xxh3_128(), begin

@@ -70,7 +70,7 @@ def test_parse_when_a_line_is_malformed_then_its_number_is_named(line: str, expe
 
 
 def test_parse_when_empty_then_refused() -> None:
-    with pytest.raises(InvalidInput, match="f: no tasks in it"):
+    with pytest.raises(InvalidInput, match="f: has no tasks"):
         parse_tasks(["", "  "], "f", DEFAULT, "p", describe)
 
 

@@ -211,7 +211,7 @@ def test_check_when_the_workflow_rejects_the_row_then_that_is_no_error(run: Chec
         ),
         (
             "def main(argv):\n    import torch.distributed as dist\n    dist.get_rank()\n",
-            "only a trainer has this",
+            "only the trainer can run this",
         ),
         (
             "def loader_of(config):\n    from areal.engines.sft import pack_examples\n"

@@ -15,7 +15,7 @@ def test_trainer_when_its_life_before_said_what_must_be_mended_then_it_does_not_
     tmp_path: Path,
 ) -> None:
     verdict = tmp_path / "verdict"
-    verdict.write_text("the first 16 tasks all ended by the same error: task e0-1: boom (r.py:3)")
+    verdict.write_text("the first 16 tasks all failed with the same error: task e0-1: x (r.py:3)")
     ended = subprocess.run(
         [sys.executable, "-m", "areal_trainer", "--config", str(tmp_path / "there-is-none.yaml")],
         env={**os.environ, **python_environment(), POD_VERDICT_VARIABLE: str(verdict)},

@@ -138,7 +138,7 @@ class Box:
         except (TimeoutError, NotFound) as error:
             await self.close()
             said = (await process.stderr.read()).decode(errors="replace") if process.stderr else ""
-            silent = f"{error!r}; its process ended with {process.returncode} and said nothing"
+            silent = f"{error!r}; its process ended with code {process.returncode} and no message"
             raise CannotStart(f"sandbox: {advice(said) or silent}") from None
         except BaseException:
             await self.close()

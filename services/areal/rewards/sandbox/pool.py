@@ -94,9 +94,9 @@ class Sandbox:
                     await box.closed()
                 whole = self._isolation == "namespaces" and box.running
             except TimeoutError:
-                return Outcome(137, "time", "", "the whole box was ended", limits.seconds, 0)
+                return Outcome(137, "time", "", "the whole box was killed", limits.seconds, 0)
             except NotFound:
-                return Outcome(137, "memory", "", "the whole box was ended", 0.0, 0)
+                return Outcome(137, "memory", "", "the whole box was killed", 0.0, 0)
             finally:  # also when the caller gives up: what runs must end
                 if whole:
                     self._idle.append(box)

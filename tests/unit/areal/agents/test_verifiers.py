@@ -159,7 +159,7 @@ async def silent(body, trace):
     [
         (failed, "TaskError: no such tool"),
         (broken, "run: ValueError: task_data: answer: Field required"),
-        (silent, "the episode has no call of a trainable agent"),
+        (silent, "no trainable agent called the model"),
     ],
 )
 async def test_episode_when_the_environment_fails_then_the_error_says_why(play, why):

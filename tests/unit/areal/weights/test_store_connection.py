@@ -77,7 +77,7 @@ def test_read_when_other_bytes_than_asked_come_then_refused_before_they_are_take
         reply(handler, 206, b"xxxx", Content_Range=given)
 
     target = bytearray(b"....")
-    refused = pytest.raises(TransportError, match=r"asked for bytes=4-7, was given HTTP 206")
+    refused = pytest.raises(TransportError, match=r"asked for bytes=4-7, got HTTP 206")
     with store_that(other, timeout=10.0) as store, refused:
         store.read_into("v00000001-inc1", "model.safetensors", 4, memoryview(target))
     assert target == b"...."
