@@ -162,13 +162,13 @@ CHECKS = [
         "around the value that is subtracted from the rewards).",
     ),
     Check(
-        "the advantages of each `algorithm` in the table above, Dr. GRPO, REINFORCE, LitePPO and "
-        "DAPO among them",
+        "the advantages of each `algorithm` in the table above, including Dr. GRPO, REINFORCE, "
+        "LitePPO and DAPO",
         "their definition, in float64",
         ("presets::advantages",),
     ),
     Check(
-        "each `actor.reward_norm`, leave-one-out among them",
+        "each `actor.reward_norm`, including leave-one-out",
         "float64 loop",
         ("normalization::center_and_scale_when_groups_are_uneven",),
     ),

@@ -46,7 +46,7 @@ These types appear in signatures:
 | `Score` | a `float` with the attribute `parts`, a dict: the reward's parts before weighting |
 | `StopReason` | why an answer ended: `"stop"`, `"length"`, `"abort"` or `"tool_calls"` |
 | `RowLoader` | a `StatefulLoader`, or another iterator of (epoch, index, row) with `seek` |
-| `Unit` | what `OfflineTrainer` trains on as one: a sequence, or a chosen and a rejected one |
+| `Unit` | one item for `OfflineTrainer`: a sequence, or a chosen and a rejected one |
 | `LossFn` | (logprobs [T], entropies [T], micro-batch) -> (sum over loss tokens, statistics) |
 | `LossWeightFn` | micro-batch -> its weight in the divisor of the loss |
 | `Head` | `areal.engines.model.heads.Head`: computes the inputs of a loss from hidden states |

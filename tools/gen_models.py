@@ -156,8 +156,9 @@ def render(rows: list[Row]) -> str:
         "<!-- Written by tools/gen_models.py; a test compares every line. -->",
         "",
         "This page lists every causal language model that transformers "
-        f"{transformers.__version__} knows (`AutoModelForCausalLM`). Each was tried at a tiny",
-        "size with large random weights. The trainer packs sequences end to end and computes "
+        f"{transformers.__version__} knows (`AutoModelForCausalLM`). Each one that can be made "
+        "tiny was",
+        "tried with large random weights. The trainer packs sequences end to end and computes "
         "common prefixes once. The test compares the results",
         "with those of plain eager transformers on each sequence alone. **Correct** means that in "
         f"float32 every logprob differs by at most {LOGPROB_TOLERANCE:g}",
@@ -166,13 +167,13 @@ def render(rows: list[Row]) -> str:
         "Regardless of this table, each run repeats the comparison with its own weights before it "
         "trains (for a big model, with its first",
         "layers) and stops with a one-line error if the results differ. So a new architecture, a "
-        "model with code of its own, or another version of",
-        "transformers is not trained incorrectly without an error. `areal doctor FOLDER` makes "
+        "model with custom code, or another version of",
+        "transformers cannot train incorrectly without an error. `areal doctor FOLDER` makes "
         "the same comparison without a run.",
         "",
         f"## Correct ({count(RIGHT)})",
         "",
-        "Among these are models with sliding windows, softcaps of attention and logits, attention "
+        "Among these are models with sliding windows, softcaps on attention and logits, attention "
         "sinks, logit scales, latent attention and experts. Dropout and router",
         "jitter are turned off. With `longrope` or dynamic NTK rope, sequences beyond the length "
         "that the rope was trained on are refused,",
@@ -182,7 +183,7 @@ def render(rows: list[Row]) -> str:
         "In a mixture of experts, the trainer chooses a token's experts itself, and because of "
         "rounding it may not choose those of the server. So such a",
         "model has a higher `mismatch/kl` than a dense one. Replaying the server's choice (router "
-        "replay) is missing: the CPU engine has no experts, and SGLang's choice",
+        "replay) is not implemented: the CPU engine has no experts, and SGLang's choice",
         "(`--enable-return-routed-experts`, which its source provides for CPUs too) is not read.",
         "",
         *table(RIGHT),
@@ -195,8 +196,8 @@ def render(rows: list[Row]) -> str:
         "",
         f"## Not tried ({count(NOT_TRIED)})",
         "",
-        "There was no tiny version of these models to try. Whether a run may train one is decided "
-        "by the comparison at its start.",
+        "No tiny version of these models could be made. The comparison at the start of a run "
+        "decides whether the run may train one.",
         "",
         *table(NOT_TRIED, notes="why"),
         "",

@@ -8,11 +8,11 @@ A batch is a plain `dict[str, torch.Tensor]`:
     bootstrap_values   f32   [S]     optional: value after a truncated sequence's last token
     input_ids          int64 [T]     token ids
     loss_mask          bool  [T]     true on tokens that the policy sampled
-    behavior_logprobs  f32   [T]     logprob under the weights that sampled it, 0 off the loss_mask
-    token_versions     int64 [T]     policy version that sampled token t, -1 off the loss_mask
+    behavior_logprobs  f32   [T]     logprob under the weights that sampled token t, else 0
+    token_versions     int64 [T]     policy version that sampled token t, else -1
     rewards            f32   [T]     a reward of a whole sequence is on its last sampled token
     proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
-    teacher_ids        int64 [T, k]  optional: a teacher's k likeliest tokens in place of token t
+    teacher_ids        int64 [T, k]  optional: a teacher's k most likely tokens in place of token t
     teacher_logprobs   f32   [T, k]  optional: their logprobs under the teacher
     chosen             bool  [S]     optional: the preferred one of a pair of sequences; a pair
                                      is a group and stays in one micro-batch

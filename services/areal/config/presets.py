@@ -63,7 +63,7 @@ PRESETS: dict[str, Preset] = {
         "2503.20783",
         "A = R - mean(group); a sequence's loss = (sum over its tokens) / max_new_tokens",
         _grpo(reward_norm="group/none", loss_aggregation="constant"),
-        note="Divides neither by the standard deviation nor by the response's length.",
+        note="Does not divide by the standard deviation or by the response's length.",
     ),
     "rloo": Preset(
         "RLOO",
@@ -138,7 +138,7 @@ PRESETS: dict[str, Preset] = {
         "tokens with the largest (log π_proximal/π_behavior)² are left out until the mean of the "
         "rest is below 0.04",
         _grpo(behavior_weight_mode="second_moment", behavior_weight_cap=0.04),
-        note="The choice is made over the batch of all ranks; AReaL makes it in each micro-batch.",
+        note="Tokens are chosen in the batch of all ranks; AReaL chooses in each micro-batch.",
     ),
 }
 

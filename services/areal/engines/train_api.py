@@ -88,7 +88,7 @@ class TrainEngine(abc.ABC):
                 temperature 1.
 
         Raises:
-            CapacityExceeded: The device has too little memory; the message says which settings
+            CapacityExceeded: The device has too little memory; the message names settings that
                 need less. The accumulated gradients are dropped, as after any error.
         """
 
@@ -137,6 +137,7 @@ class TrainEngine(abc.ABC):
             `areal.engines.perf`).
 
         Raises:
+            CapacityExceeded: For the same reason as `accumulate`.
             TrainingDiverged: `optimizer.max_skipped_steps` steps in a row were skipped because
                 their gradient was not finite; every rank raises it.
         """

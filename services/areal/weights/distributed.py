@@ -160,7 +160,7 @@ class DistributedPublisher:
         try:
             cause = ended.get(timeout=deadline)
         except queue.Empty:
-            cause = f"the broadcast has not ended within {deadline:.0f} s, and is abandoned"
+            cause = f"the broadcast did not end within {deadline:.0f} s and was abandoned"
             self._failures = max(self._failures, _REST_AFTER - 1)
         if cause:
             self._failed(version, cause)

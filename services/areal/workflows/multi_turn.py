@@ -14,7 +14,7 @@ from areal.workflows.rendering import Message, TemplateRenderer
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
-    """Samples `gconfig.n_samples` conversations per row; a wrong answer may be tried again.
+    """Samples `gconfig.n_samples` conversations per row, with more tries after a wrong answer.
 
     A conversation ends with its first answer whose reward is above 0, or after `max_turns` answers.
     Its reward is that of its last answer, multiplied by `turn_discount` once for each earlier one.

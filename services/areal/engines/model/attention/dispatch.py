@@ -206,8 +206,8 @@ def _checked(
     ]
     if unknown:
         raise InvalidInput(
-            f"{name} asks attention for {', '.join(unknown)}, "
-            f"which {kernel} attention does not compute"
+            f"{name} calls attention with {', '.join(unknown)}, "
+            f"which {kernel} attention does not support"
         )
     tokens = len(layout.computed)
     if not query.shape[2] == key.shape[2] == tokens:

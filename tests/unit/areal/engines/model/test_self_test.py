@@ -113,7 +113,7 @@ REFUSED = {
     "qwen3_next": (LINEAR, "layers of type linear_attention"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
     "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "custom attention"),
-    "doge": ({}, "DogeAttention asks attention for attention_mask"),
+    "doge": ({}, "DogeAttention calls attention with attention_mask"),
     "stablelm": ({}, "StableLmAttention is not told how the batch is packed"),
     "bert": ({}, "BertSelfAttention lets tokens see later tokens"),
     "roberta": ({"is_decoder": True}, "differ by .* nats a token"),

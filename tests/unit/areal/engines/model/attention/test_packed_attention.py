@@ -151,7 +151,7 @@ def test_packed_attention_when_softcap_sinks_or_narrow_values_then_equals_the_de
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"head_mask": torch.ones(4)}, r"Linear asks attention for head_mask=a tensor \[4\]"),
+        ({"head_mask": torch.ones(4)}, r"Linear calls attention with head_mask=a tensor \[4\]"),
         ({"position_bias": torch.ones(4, 3, 3)}, "position_bias"),
         ({"dropout": 0.1}, "dropout=0.1"),
         ({"is_causal": False}, "is_causal=False"),
