@@ -79,7 +79,7 @@ class RolloutMetrics:
         )
         self._training_busy = Gauge(
             "areal_rollout_training_busy_fraction",
-            "Share of the last steps in which the trainer did not wait for a batch.",
+            "Share of the time of the last steps in which the trainer did not wait for a batch.",
             registry=registry,
         )
         self._training_known = Gauge(
