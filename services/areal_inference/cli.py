@@ -35,12 +35,13 @@ def _parser() -> argparse.ArgumentParser:
     """A flag per field of the configuration; one that is not given leaves no trace."""
     parser = argparse.ArgumentParser(
         prog="areal-inference",
-        description="Serve a Qwen2 or Llama model on CPU with SGLang's HTTP protocol.",
+        description="Serve a Llama, Qwen2, Qwen2-VL or Qwen2.5-VL model on a CPU through SGLang's "
+        "HTTP protocol.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", type=Path, help="YAML file with an 'inference:' mapping; flags take precedence."
+        "--config", type=Path, help="YAML file with an 'inference:' section; flags take precedence."
     )
     for name, field in InferenceConfig.model_fields.items():
         flag, kind = f"--{name.replace('_', '-')}", types_of(name)[0]
@@ -48,5 +49,7 @@ def _parser() -> argparse.ArgumentParser:
             parser.add_argument(flag, action="store_true", help=field.description)
         else:
             parser.add_argument(flag, type=kind, help=field.description)
-    parser.add_argument("--log-text", action="store_true", help="Plain lines, not JSON.")
+    parser.add_argument(
+        "--log-text", action="store_true", help="Write plain log lines instead of JSON."
+    )
     return parser

@@ -32,44 +32,50 @@ class InferenceConfig(BaseModel):
     model_path: str = Field(description="Folder with config.json and safetensors.")
     host: str = Field("127.0.0.1", description="Address to listen on [127.0.0.1].")
     # The `listening` log line names the one that was taken.
-    port: int = Field(30000, ge=0, le=65535, description="Port; 0 takes a free one [30000].")
+    port: int = Field(
+        30000, ge=0, le=65535, description="Port to listen on; 0: a free one [30000]."
+    )
     # auto: the checkpoint's.
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="float32, bfloat16 or auto [auto]."
+        "auto", description="float32, bfloat16, or auto: the checkpoint's [auto]."
     )
     # At most the model's max_position_embeddings.
     context_length: int | None = Field(
-        None, gt=0, description="Maximum tokens of prompt + completion [the model's]."
+        None, gt=0, description="Maximum tokens of prompt and completion [the model's]."
     )
     max_running_requests: int = Field(
-        128, gt=0, description="Maximum requests decoded at once [128]."
+        128, gt=0, description="Maximum number of requests decoded at once [128]."
     )
     # Beyond it /generate answers 503.
-    max_queued_requests: int = Field(16384, gt=0, description="Maximum waiting requests [16384].")
+    max_queued_requests: int = Field(
+        16384, gt=0, description="Maximum number of waiting requests [16384]."
+    )
     # Rows x longest row; by default at most max_running_requests x context_length.
     max_total_tokens: int | None = Field(
         None, gt=0, description="Size of the KV cache in tokens [what fits in 1 GiB]."
     )
     # A longer prompt goes alone.
     max_prefill_tokens: int = Field(
-        4096, gt=0, description="Maximum prompt tokens between decode steps [4096]."
+        4096,
+        gt=0,
+        description="Maximum number of prompt tokens computed between decode steps [4096].",
     )
     served_model_name: str | None = Field(None, description="Name in /model_info [the model path].")
     skip_tokenizer_init: bool = Field(
-        False, description="Accept and return token ids only, no text."
+        False, description="Load no tokenizer: accept and return only token ids."
     )
     weight_version: str = Field(
-        "default", description="Version name of the initial weights [default]."
+        "default", description="Version name of the weights at the start [default]."
     )
     # From the operating system by default, so that servers differ.
     random_seed: int | None = Field(None, description="Seed of the sampler [random].")
     # A weight update waits this long for running requests.
     command_timeout_s: float = Field(
-        300.0, gt=0, description="Deadline of a control call in seconds [300]."
+        300.0, gt=0, description="Deadline of a control call, in seconds [300]."
     )
     # /health and /ready ask for none.
     token_file: str | None = Field(
-        None, description="File with the required bearer token [AREAL_TOKEN]."
+        None, description="File with the bearer token that requests need [AREAL_TOKEN]."
     )
     allow_insecure_bind: bool = Field(
         False, description="Without a token, allow other machines to connect."

@@ -35,10 +35,12 @@ from areal_trainer.prepare import make_model
 def main(
     config: Annotated[Path, typer.Option(help="The experiment file.")],
     model: Annotated[Path, typer.Option(help="The model's folder.")],
-    source: Annotated[str, typer.Option(help="hf://…, s3://… or a folder.")] = "",
-    deadline: Annotated[float, typer.Option(help="Seconds.")] = 21600.0,
+    source: Annotated[
+        str, typer.Option(help="Where to copy it from: hf://…, s3://… or a folder.")
+    ] = "",
+    deadline: Annotated[float, typer.Option(help="Time limit, in seconds.")] = 21600.0,
 ) -> None:
-    """Brings the model; the exit code is 2 for what must be mended first."""
+    """Puts the model into its folder; the exit code is 2 if a person must fix something first."""
     signal.signal(signal.SIGTERM, _leave)
     try:
         bring(config, model, source, time.monotonic() + deadline)

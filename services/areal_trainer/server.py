@@ -62,7 +62,9 @@ def main() -> None:
         config: Annotated[Path, typer.Option(help="The experiment file.")],
         listen: Annotated[str, typer.Option(help="host:port of TrainerService.")] = "",
         metrics: Annotated[str, typer.Option(help="host:port of /metrics and /healthz.")] = "",
-        log_text: Annotated[bool, typer.Option(help="Plain log lines instead of JSON.")] = False,
+        log_text: Annotated[
+            bool, typer.Option(help="Write plain log lines instead of JSON.")
+        ] = False,
     ) -> None:
         """Runs the recipe of an experiment file on this rank."""
         if line := earlier_verdict():

@@ -330,9 +330,11 @@ def run_service(
     parser.add_argument("--listen", required=True, help="host:port to serve on.")
     parser.add_argument("--metrics", default="", help="host:port for /metrics and /healthz.")
     parser.add_argument(
-        "--grace", type=float, default=20.0, help="Seconds to finish after SIGTERM."
+        "--grace", type=float, default=20.0, help="Time to finish calls after SIGTERM, in seconds."
     )
-    parser.add_argument("--log-text", action="store_true", help="Plain log lines, not JSON.")
+    parser.add_argument(
+        "--log-text", action="store_true", help="Write plain log lines instead of JSON."
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     asked = parser.parse_intermixed_args()
     hide_memory()

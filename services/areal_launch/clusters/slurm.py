@@ -96,7 +96,7 @@ def submit(script: Path) -> str:
     )
     job = answer.strip().partition(";")[0]
     if not job.isdigit():
-        raise ArealError(f"sbatch: expected the number of a job, got {answer.strip()[:200]!r}")
+        raise ArealError(f"sbatch: expected a job number, got {answer.strip()[:200]!r}")
     return job
 
 

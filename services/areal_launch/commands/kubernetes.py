@@ -99,7 +99,7 @@ class ReleaseFollower(Follower):
             try:
                 if self.poller is not None:
                     snapshot = await self.poller.refresh(timeout=3.0)
-                await self.stop_showing("no longer following")
+                await self.stop_showing("no longer following the release")
             finally:
                 await self._forwards.stop([list(self._forwards.processes)], grace_s=3.0)
                 await self._guard.stop()

@@ -141,7 +141,7 @@ class Child:
         try:
             said = await asyncio.wait_for(reader.readline(), _KEEPER_S)
         except TimeoutError:
-            why = f"its keeper did not start it within {_KEEPER_S:.0f} s"
+            why = f"its keeper process did not start it within {_KEEPER_S:.0f} s"
             raise OSError(errno.ETIMEDOUT, why) from None
         finally:
             transport.close()
@@ -149,7 +149,9 @@ class Child:
         if word == "error":
             raise OSError(int(number), os.strerror(int(number)), self._spec.argv[0])
         if word != "pid":
-            raise OSError(errno.ECHILD, f"its keeper ended with {await self._keeper.wait()}")
+            raise OSError(
+                errno.ECHILD, f"its keeper process ended with code {await self._keeper.wait()}"
+            )
         return int(number)
 
     async def wait(self) -> int:

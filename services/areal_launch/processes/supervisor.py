@@ -152,7 +152,7 @@ class Supervised:
     def _supervision_ended(self, task: asyncio.Task[None]) -> None:
         """A bug in here must not look like a process that is still cared for."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._give_up(f"its supervisor failed with {type(error).__name__}: {error}")
+            self._give_up(f"its supervision failed: {type(error).__name__}: {error}")
 
     async def wait_up(self, timeout: float) -> None:
         """Returns once it is up.

@@ -97,7 +97,7 @@ async def test_supervision_when_it_fails_itself_then_the_process_is_given_up(
         python("buffer", "pass", tmp_path), stack_id, FAST, Recorder(), spawn, Disk()
     )
     process.start()
-    with pytest.raises(StackFailure, match="its supervisor failed with RuntimeError: a bug"):
+    with pytest.raises(StackFailure, match="its supervision failed: RuntimeError: a bug"):
         await process.wait_up(60.0)
     await process.stop()
     assert process.state is ProcessState.FAILED
