@@ -337,7 +337,7 @@ def _grammar(raw: dict[str, Any], constrain: Constrain | None) -> Grammar | None
     if not given:
         return None
     if len(given) > 1:
-        raise RequestError(f"sampling_params.{given[1]}: expected no {given[0]} beside it")
+        raise RequestError(f"sampling_params.{given[1]}: expected no {given[0]} as well")
     [kind] = given
     if not isinstance(raw[kind], str):
         raise SchemaError(f"sampling_params.{kind}: expected a string")

@@ -189,7 +189,7 @@ class Session:
                 raise Unavailable("the model was interrupted; try again in 1 s")
             ends = zip(partials, responses, strict=True)
             if not all(each.agrees_with(response.output_tokens) for each, response in ends):
-                raise Unavailable("the server of a streamed answer failed; try again in 1 s")
+                raise Unavailable("the server failed while streaming the answer; try again in 1 s")
         except (Unavailable, WaitTimeout, CapacityExceeded) as error:
             self.failure = error
             raise

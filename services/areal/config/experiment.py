@@ -292,7 +292,7 @@ def _complete(config: GRPOConfig) -> None:
             )
     if config.critic is not None and config.actor.optimizer is None:
         raise ConfigError(
-            "critic: expected an actor.optimizer, whose settings the critic uses, not null"
+            "actor.optimizer null: expected an optimizer, whose settings the critic also uses"
         )
     if config.critic is None and config.actor.gae_lambda != 1:
         raise ConfigError(

@@ -86,7 +86,7 @@ def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]], *, sc
             f"; answers of up to {config.gconfig.max_new_tokens} tokens at temperature "
             f"{config.gconfig.temperature}"
         )
-    kind = ["- A reward model: a sequence classifier whose one class is the score."]
+    kind = ["- A reward model: a sequence classifier with one class, the score."]
     return "\n".join(
         [
             "---",

@@ -127,8 +127,8 @@ def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
         return message
     if any(each.images != group.images for each in trajectories):
         raise InvalidInput(
-            f"group {group.task_id!r}: trajectories have different images: expected those of the "
-            "row in each"
+            f"group {group.task_id!r}: trajectories have different images: expected the row's "
+            "images in each"
         )
     message.images.extend(group.images)
     lengths = [len(trajectory.input_ids) for trajectory in trajectories]

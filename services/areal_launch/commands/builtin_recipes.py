@@ -43,6 +43,6 @@ def find_recipe(recipe: Path, overrides: list[str]) -> tuple[Path, list[str]]:
     if not file.is_file():
         raise InvalidInput(
             f"{_KEY}{chosen[0]}: {str(file)!r} does not exist: expected a checkout of the "
-            "repository, whose examples these recipes are"
+            "repository, which has these recipes in examples/"
         )
     return file, rest

@@ -234,7 +234,7 @@ class _Submission:
                 if options.as_json:
                     print_event("submitted", tasks=len(self._tasks), known_already=self._known)
                 else:
-                    note = f", {self._known} known already" if self._known else ""
+                    note = f", {self._known} were already known" if self._known else ""
                     say(f"submitted {len(self._tasks) - self._known} tasks{note}")
                 self._watch_accepted(watchers)
         except TimeoutError:

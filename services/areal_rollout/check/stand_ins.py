@@ -159,7 +159,7 @@ class _Rollout(_StandIn):
         if not isinstance(item, tuple) or len(item) != 3:
             raise InvalidInput(
                 f"prepare_batch(dataloader): its items are {_kind(item)}, expected (epoch, index, "
-                "row) as those of areal.StatefulLoader"
+                "row), as areal.StatefulLoader yields"
             )
         self._note("", workflow, item[2])
         raise FirstBatch

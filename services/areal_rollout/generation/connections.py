@@ -100,7 +100,7 @@ class Connections:
     @property
     def session(self) -> aiohttp.ClientSession:
         """The connection pool; call `open` first."""
-        assert self._session is not None, "open() comes first"
+        assert self._session is not None, "call open() first"
         return self._session
 
     async def calm(self, timeout: float) -> None:

@@ -224,7 +224,7 @@ def test_ppo_when_named_then_it_has_a_critic_whose_values_its_batch_needs() -> N
     ("overrides", "said"),
     [
         (["actor.gae_lambda=0.9"], r"^actor.gae_lambda 0.9: expected 1 without a critic"),
-        (["critic={}", "actor.optimizer=null"], r"^critic: expected an actor.optimizer"),
+        (["critic={}", "actor.optimizer=null"], r"^actor.optimizer null: expected an optimizer"),
         (["algorithm=pppo"], r"did you mean 'ppo'"),
         (["critic.warmup_step=3"], r"did you mean 'critic.warmup_steps'"),
     ],
