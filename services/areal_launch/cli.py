@@ -348,7 +348,9 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")
     ] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines per log.")] = 20,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", help="Lines to print from the end of each log.")
+    ] = 20,
 ) -> int:
     """Print the logs of a stack's processes."""
     from areal_launch.commands.inspect import show_logs
