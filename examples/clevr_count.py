@@ -7,7 +7,7 @@
 
 Rows have `images`. Servers get the files and turn them into patches; the trainer turns the same
 files into the same patches, and gradients reach the vision tower. 150 steps raise held-out accuracy
-from 0.67 to 0.88 (seed 0, 160 s on two cores).
+from 0.81 to 0.96 (seed 1).
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,9 @@ class Config(GRPOConfig):
     """Maximum number of squares in a picture."""
     train_pictures: int = 4000
     heldout_pictures: int = 300
-    warm_start_loss: float = 0.42
-    """The warm-up ends at this loss, at which about two thirds of the sampled answers are right."""
+    warm_start_loss: float = 0.2
+    """The warm-up ends at this loss. Above 0.23 the model cannot yet tell one square from two, and
+    reinforcement learning would settle on one answer for both."""
     warm_start_steps: int = 600
     """The warm-up ends after this many steps at the latest."""
 
