@@ -222,7 +222,7 @@ class Tokenizer:
             return [self.render_chat(messages, add_generation_prompt=False)]
         parts = self._render(self._marking, messages).split(_MARK)
         if "".join(parts) != self._render(self._template, messages):
-            raise InvalidInput("messages: contain a character that marks the assistant's text")
+            raise InvalidInput("messages: expected no character that marks the assistant's text")
         return parts
 
     def apply_chat_template(

@@ -291,7 +291,7 @@ class WeightUpdateMeta:
     type: str = ""
     """`disk`, `stream` or `distributed`; empty: as `weight_sync.transport` says."""
     path: str = ""
-    """For `disk`: the folder that holds the published versions; empty: a folder of the run."""
+    """For `disk`: the folder of the published versions; empty: as `weight_sync.path` says."""
 
     @classmethod
     def from_disk(cls, path: str = "") -> WeightUpdateMeta:

@@ -37,9 +37,9 @@ class CommandResult:
     """How a command ended."""
 
     exit_code: int | None
-    """Negative: the number of the signal that ended it. None: it ran out of time."""
+    """Negative: minus the number of the signal that ended it. None: it ran out of time."""
     output: str
-    """The end of what it wrote to standard output and standard error, at most OUTPUT_BYTES."""
+    """The end of its standard output and standard error together, at most OUTPUT_BYTES."""
 
 
 async def run_command(
@@ -53,17 +53,17 @@ async def run_command(
 ) -> CommandResult:
     """Runs a program that calls the model through OpenAI's or Anthropic's API.
 
-    It finds the model by OPENAI_BASE_URL, OPENAI_API_BASE, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
-    ANTHROPIC_API_KEY. Of the caller's environment it gets PATH and the locale alone; standard
-    input is empty; HOME and TMPDIR are its working folder.
+    The program finds the model through OPENAI_BASE_URL, OPENAI_API_BASE, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. From the caller's environment it gets only PATH, the
+    locale and the time zone. Its standard input is empty. HOME and TMPDIR are its working folder.
 
     Args:
-        command: The program and its arguments; no shell reads them.
+        command: The program and its arguments; they are not passed through a shell.
         base_url: The `base_url` of AgentWorkflow's `run`.
         api_key: The `api_key` of AgentWorkflow's `run`.
-        timeout_s: Longest run, in seconds.
+        timeout_s: Time limit of the program, in seconds.
         folder: The working folder; None: a new one, deleted at the end.
-        environment: Further variables.
+        environment: Additional environment variables.
 
     Raises:
         InvalidInput: The program cannot be started.

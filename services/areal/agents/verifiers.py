@@ -34,15 +34,15 @@ ROWS_WITHIN_S = 600.0
 
 
 def verifiers_rows(python: str, taskset: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """The first tasks of a task set, as rows for `VerifiersWorkflow`.
+    """Returns the first tasks of a task set, as rows for `VerifiersWorkflow`.
 
     Args:
         python: The interpreter of the environment in which the task set is installed.
-        taskset: Its settings, with its `id`, as in the configuration of the server.
+        taskset: The settings of the task set, including `id`, as in the server's configuration.
         count: Maximum number of rows.
 
     Raises:
-        InvalidInput: The task set cannot be loaded; the message ends with the interpreter's.
+        InvalidInput: The task set cannot be loaded; the message ends with the interpreter's error.
     """
     command = [python, "-c", _ROWS, json.dumps(taskset), str(count)]
     try:

@@ -54,14 +54,14 @@ class SandboxClient(Client):
         """Lends a box.
 
         Args:
-            limits: Of each command, and of all that runs in it; see Limits.
-            ttl_s: Until it is destroyed, unless `keep` puts that off, in seconds.
-            environment: Variables of every command.
-            metadata: For people.
+            limits: What the commands in the box may use; see Limits.
+            ttl_s: Seconds until the box is destroyed, unless `keep` postpones that.
+            environment: Environment variables of every command.
+            metadata: Names and values for people.
 
         Raises:
             CapacityExceeded: All boxes are lent; `retry_after_s` says when to try again.
-            Unavailable: The service is away, or draining.
+            Unavailable: The service does not answer, or it is shutting down.
         """
         request = pb.CreateSandboxRequest(
             limits=limits_to_pb(limits or Limits()),
@@ -73,10 +73,10 @@ class SandboxClient(Client):
         return self.box(made.sandbox_id, made.address)
 
     def box(self, sandbox_id: str, address: str) -> LentBox:
-        """Returns a box that is lent already, by its id and address: an agent's, for a verifier.
+        """Returns a box that is already lent, such as an agent's box for a verifier.
 
-        With TLS, the process there must have a certificate of the name in this client's address: a
-        pod's own address is in none.
+        With TLS, the certificate of the process at `address` must cover the host name in this
+        client's address, because certificates do not contain the addresses of pods.
         """
         if address == self.address:
             return LentBox(self, sandbox_id)
@@ -92,9 +92,9 @@ class SandboxClient(Client):
         stdin: str = "",
         limits: Limits | None = None,
     ) -> Outcome:
-        """Runs a program in a box of its own; arguments and errors as of areal.rewards' Sandbox.
+        """Runs a program in a new box, with the arguments and errors of areal.rewards' Sandbox.
 
-        So a client can stand wherever a Sandbox does, e.g. in `code_reward`.
+        So a client can take the place of a Sandbox, e.g. in `code_reward`.
         """
         limits = limits or Limits()
         request = pb.RunCommandRequest(
@@ -109,7 +109,7 @@ class SandboxClient(Client):
     async def events(
         self, request: pb.RunCommandRequest, seconds: float
     ) -> AsyncGenerator[pb.RunCommandResponse, None]:
-        """Yields what a command says, up to its end; leaving early ends the command."""
+        """Yields a command's output, then its end; leaving the iterator early ends the command."""
         answers = self.stream(self.stub.RunCommand, request, timeout_s=seconds + _MARGIN_S)
         try:
             async for answer in answers:
@@ -119,7 +119,7 @@ class SandboxClient(Client):
 
 
 class LentBox:
-    """A lent box; all that know its `id` and `address` share its files and processes."""
+    """A lent box; all clients with its `id` and `address` share its files and processes."""
 
     def __init__(self, client: SandboxClient, sandbox_id: str, *, owns: bool = False) -> None:
         self.id, self.address = sandbox_id, client.address
@@ -145,17 +145,18 @@ class LentBox:
         """Runs a command to its end.
 
         Args:
-            code: Python source, or
-            argv: a command.
-            files: Content of text files to write first.
-            stdin: What it reads.
-            limits: Its `seconds` and `output_kb`; the rest is the box's. None: the box's.
-            environment: More variables.
-            folder: Its current one.
+            code: Python source; set either this or `argv`.
+            argv: The program and its arguments.
+            files: Text files to write before the command starts: name to content.
+            stdin: The text that the command reads from standard input.
+            limits: `seconds` and `output_kb` of the command; its other limits are the box's.
+                None: all limits are the box's.
+            environment: Additional environment variables.
+            folder: Working folder of the command; empty: the box's folder.
 
         Raises:
-            NotFound: The box is not there any more.
-            InvalidInput: The command, its folder or a file cannot be.
+            NotFound: The box has ended.
+            InvalidInput: The command, its folder or a file name is not valid.
         """
         request = pb.RunCommandRequest(
             sandbox_id=self.id,
@@ -170,7 +171,7 @@ class LentBox:
         return await collect(self.stream(request))
 
     def stream(self, request: pb.RunCommandRequest) -> AsyncGenerator[pb.RunCommandResponse, None]:
-        """Yields a command's output as it comes, then its end; `sandbox_id` is filled in."""
+        """Yields a command's output, then its end; sets the request's `sandbox_id`."""
         request.sandbox_id = self.id
         return self._client.events(request, request.limits.seconds or 86_400.0)
 
@@ -185,28 +186,28 @@ class LentBox:
         return bytes((await self._client.call(self._client.stub.ReadFile, request)).content)
 
     async def write(self, path: str, content: bytes) -> None:
-        """Writes a whole file; folders above it are made. CapacityExceeded: the disk is full."""
+        """Writes a whole file and creates its folders; CapacityExceeded: the disk is full."""
         request = pb.WriteFileRequest(sandbox_id=self.id, path=path, content=content)
         await self._client.call(self._client.stub.WriteFile, request)
 
     async def files(self, path: str = "") -> dict[str, str]:
-        """Returns what is in a folder: absolute paths, and file, dir, symlink or other."""
+        """Returns a folder's entries: absolute path to file, dir, symlink or other."""
         request = pb.ListFilesRequest(sandbox_id=self.id, path=path)
         found = await self._client.call(self._client.stub.ListFiles, request)
         return {file.path: file.kind for file in found.files}
 
     async def remove(self, path: str) -> None:
-        """Removes a file, or a folder with all in it; raises NotFound."""
+        """Removes a file, or a folder with everything in it; raises NotFound."""
         request = pb.RemoveFileRequest(sandbox_id=self.id, path=path)
         await self._client.call(self._client.stub.RemoveFile, request)
 
     async def keep(self, ttl_s: float = 300.0) -> None:
-        """Lets the lease end that many seconds from now; raises NotFound."""
+        """Makes the lease end `ttl_s` seconds from now; raises NotFound."""
         request = pb.KeepSandboxRequest(sandbox_id=self.id, ttl=to_duration(ttl_s))
         await self._client.call(self._client.stub.KeepSandbox, request)
 
     async def kill(self) -> bool:
-        """Destroys the box; False: it was not there any more."""
+        """Destroys the box; returns False if it had ended already."""
         request = pb.KillSandboxRequest(sandbox_id=self.id)
         try:
             killed = await self._client.call(self._client.stub.KillSandbox, request)

@@ -54,7 +54,7 @@ def top_k_kl(student: Tensor, teacher: Tensor, direction: Literal["forward", "re
 
 @dataclass(frozen=True)
 class Distillation:
-    """How a teacher's likeliest ids become a loss.
+    """How a teacher's most likely token ids become a loss.
 
     Example:
         >>> distillation = Distillation(k=16)
@@ -63,11 +63,12 @@ class Distillation:
     """
 
     k: int = 16
-    """Ids of each token."""
+    """Number of token ids that are compared at each position."""
     direction: Literal["forward", "reverse"] = "forward"
-    """Reverse learns little where the student is sure of what the teacher would not say."""
+    """KL(teacher || student) or KL(student || teacher). `reverse` learns little where the student
+    is sure of a token that the teacher would not sample."""
     temperature: float = 1.0
-    """Of both."""
+    """Temperature of both distributions."""
 
     def ask(self, teacher: TrainEngine, batch: Batch) -> None:
         """Add `teacher_logprobs` and `teacher_ids`, [T, k], of the loss tokens; collective."""

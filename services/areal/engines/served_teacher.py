@@ -36,7 +36,7 @@ _AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """Reads a served model's likeliest ids.
+    """A teacher behind an SGLang server or `areal serve`: reads its most likely token ids.
 
     Example:
         >>> teacher = ServedTeacher("http://teacher:30000")
@@ -44,26 +44,27 @@ class ServedTeacher:
     """
 
     url: str
-    """Of the server, without a path."""
+    """URL of the server, without a path."""
     api_key: str = field(default_factory=lambda: os.environ.get("TEACHER_API_KEY", ""), repr=False)
     """Sent as a bearer token; "": none."""
     timeout_s: float = 300.0
-    """For all sequences of a batch, with repeated tries."""
+    """Time limit for all sequences of a batch, retries included, in seconds."""
 
     def read(self, batch: Batch, head: Head | None = None) -> tuple[Tensor, Tensor]:
-        """Asks for each sequence of this rank's share; what is not a loss token gets zeros.
+        """Returns the teacher's top logprobs for this rank's share; zeros except on loss tokens.
 
         Args:
-            batch: Packed; without images.
-            head: A TopLogprobHead at temperature 1, which is what servers answer with.
+            batch: A packed batch without images.
+            head: A TopLogprobHead at temperature 1, the temperature of the servers' answers.
 
         Returns:
-            Logprobs, float32 [T, k], falling, and their ids, int64 [T, k].
+            The logprobs, float32 [T, k], in descending order, and their token ids, int64 [T, k].
 
         Raises:
-            InvalidInput: Another head; images; or the server refuses (no such length, no such k).
-            Unavailable: No server there, or its answer makes no sense.
-            WaitTimeout: It has not answered within `timeout_s`.
+            InvalidInput: `head` is another one, the batch has images, or the server refuses the
+                request, e.g. because of a sequence's length or of k.
+            Unavailable: The server is not there, or its answer is not usable.
+            WaitTimeout: The server did not answer within `timeout_s`.
         """
         if not isinstance(head, TopLogprobHead) or head.temperature != 1.0:
             raise InvalidInput(

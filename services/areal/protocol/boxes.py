@@ -14,18 +14,18 @@ Cause = Literal["", "time", "memory", "processes", "output", "cpu", "killed"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. All its processes together, unless it says otherwise."""
+    """What one program may use: all its processes together, unless a field says otherwise."""
 
     seconds: float = 10.0
-    """Of wall time."""
+    """Wall time."""
     memory_mb: int = 512
     processes: int = 32
     output_kb: int = 256
-    """Of stdout and stderr together."""
+    """Stdout and stderr together."""
     disk_mb: int = 64
-    """Of /tmp, and as much of /dev/shm."""
+    """Size of /tmp; /dev/shm has the same size."""
     cpu_seconds: float = 600.0
-    """Of CPU time, for each process; in whole seconds."""
+    """CPU time of each process, in whole seconds."""
 
     def __post_init__(self) -> None:
         """Raises InvalidInput for a limit that is not above zero."""
@@ -39,7 +39,7 @@ class Ended:
     """How a command ended, without its output."""
 
     exit_code: int
-    """128 and a signal's number if one ended it."""
+    """128 plus the signal's number if a signal ended the command."""
     cause: Cause
     """The limit that ended it (`killed`: its whole box was ended); empty: it ended by itself."""
     seconds: float

@@ -28,17 +28,17 @@ async def code_reward(
     prefix: str = "",
     limits: Limits | None = None,
 ) -> float:
-    r"""1.0 if the completion's code and then the tests run to their end, else 0.0.
+    r"""Returns 1.0 if the completion's code and then the tests run to their end, else 0.0.
 
     Args:
-        sandbox: Where it runs.
-        completion: The model's text; its last fenced block is the code, else all of it.
+        sandbox: Where the code and the tests run.
+        completion: The model's text. Its last fenced block is the code; without one, all of it.
         tests: Python source, e.g. `assert double(2) == 4`; an exception is a failure.
-        prefix: Source before the code, e.g. the prompt of a completion model.
-        limits: See Limits.
+        prefix: Source before the code, e.g. the prompt of a model that completes text.
+        limits: What the program may use; None: the defaults of `Limits`.
 
     Raises:
-        CannotStart: There is no box to be had on this machine.
+        CannotStart: This machine cannot start a box.
     """
     outcome, passed = await run_tests(sandbox, prefix + final_code(completion), tests, limits)
     return float(passed and not outcome.cause)

@@ -73,24 +73,25 @@ class Judge:
         cache: str | Path | None = None,
         max_cached: int = 100_000,
     ) -> None:
-        """Checks the arguments; opens nothing and asks nothing.
+        """Checks the arguments; sends no request.
 
         Args:
-            model: Its name at the endpoint.
+            model: The model's name at the endpoint.
             template: The user's message; `{name}` stands for a keyword of the call, `{{` for `{`.
-            base_url: URL of the endpoint, e.g. http://judge:8000/v1; None: `OPENAI_BASE_URL`, else
-                OpenAI's.
-            api_key: None: `OPENAI_API_KEY`, which the reward service must have in its environment.
+            base_url: URL of the endpoint, e.g. http://judge:8000/v1. None: that of
+                `OPENAI_BASE_URL`, or else OpenAI's.
+            api_key: The endpoint's key. None: that of `OPENAI_API_KEY`, which must then be in the
+                reward service's environment.
             best: The highest score that the template asks for.
-            parse: Reads a score from the answer, in place of the last "score: NUMBER" over `best`;
-                raises ValueError where there is none.
-            options: More fields of the request, e.g. {"temperature": 0, "seed": 1}.
-            timeout_s: Longest time for one score, retries included; keep it below
+            parse: A function that returns the score in an answer, or raises ValueError if there is
+                none. None: the number in the last "score: NUMBER", divided by `best`.
+            options: Additional fields of the request, e.g. {"temperature": 0, "seed": 1}.
+            timeout_s: Time limit for one score, retries included, in seconds; keep it below
                 `reward.timeout_s`.
             max_calls: Maximum number of requests, not counting retries; None: no limit.
             max_tokens: No request is sent once this many tokens have been used; None: no limit.
-            cache: A file that keeps scores and counts; all processes that name it share both. None:
-                each worker process has its own, in memory.
+            cache: A file that keeps scores and counts; all processes that use the same file share
+                both. None: each worker process keeps its own in memory.
             max_cached: Maximum number of scores kept.
 
         Raises:
@@ -113,16 +114,16 @@ class Judge:
         self._asking: dict[str, asyncio.Task[float]] = {}
 
     async def __call__(self, **fields: Any) -> float:
-        """The score of one text, from 0 to 1 unless `parse` says otherwise.
+        """Returns the score of one text, from 0 to 1 unless `parse` returns other numbers.
 
         Args:
-            fields: What the template's `{name}` stand for; more may be given.
+            fields: Values for each `{name}` in the template; other fields are ignored.
 
         Raises:
             InvalidInput: A field of the template is missing, or the endpoint refuses the request.
             Unavailable: No answer within `timeout_s`; the task is tried again.
             CapacityExceeded: The budget is spent.
-            WorkflowError: The judge gave no score, each time it was asked.
+            WorkflowError: None of several answers of the judge had a score.
         """
         text = self._text(fields)
         client, book = self._opened()
@@ -140,7 +141,7 @@ class Judge:
         return await asyncio.shield(asking)
 
     def used(self) -> Used:
-        """Requests and tokens so far."""
+        """Returns the numbers of requests and tokens so far."""
         return self._opened()[1].used(self.model)
 
     async def close(self) -> None:

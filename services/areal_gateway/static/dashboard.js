@@ -162,8 +162,8 @@ function drawBanner(sources, trainer, gone, ledger) {
       tone = "bad";
       lines.push(["The run was stopped: ", ledger.stopped]);
     }
-    lines.push([`Workflow or reward fails (${short(worst.attempts)} attempt${worst.attempts === 1 ? "" : "s"}). `,
-      `Task ${worst.task_id}: ${worst.detail} All failed tasks: areal dead-letters list`]);
+    lines.push([`The workflow or reward fails (${short(worst.attempts)} attempt${worst.attempts === 1 ? "" : "s"}). `,
+      `Task ${worst.task_id}: ${worst.detail} (all failed tasks: areal dead-letters list)`]);
   }
   if (!trainer) {
     lines.push(["No trainer is attached. ", "Tasks with purpose “serve” run at the current policy version; training appears here once a trainer starts."]);
@@ -217,7 +217,7 @@ function drawTiles({ ledger, versions, rates, run }) {
   const took = mean(recent.map((r) => r["time/step"]).filter(isNumber));
   const waited = mean(recent.map((r) => r["time/wait"]).filter(isNumber));
   text("kpi-step", seconds(took));
-  text("kpi-step-note", isNumber(waited / took) ? `${Math.round((100 * waited) / took)} % waiting for data` : "no steps yet");
+  text("kpi-step-note", isNumber(waited / took) ? `${Math.round((100 * waited) / took)} % waiting for a batch` : "no steps yet");
 }
 
 // ---------------------------------------------------------------- charts over steps
@@ -378,13 +378,13 @@ function drawLive({ ledger, run }) {
     ended.replaceChildren(...ENDED.map((name) => entry(name, ledger.counts[name], null)));
   }
   const limit = ledger.max_concurrent_rollouts || run.max_concurrent_rollouts;
-  rich("tasks-aside", ["b", "", short(ledger.submitted)], " submitted, at most ", ["b", "", short(limit)], " running, room for ", ["b", "", short(Math.max(0, ledger.admission_headroom))]);
+  rich("tasks-aside", ["b", "", short(ledger.submitted)], " submitted, at most ", ["b", "", short(limit)], " running, room for ", ["b", "", short(Math.max(0, ledger.admission_headroom))], " more");
 }
 
 function lettersButton(value) {
   const button = document.createElement("button");
   button.className = "link";
-  button.title = "Failed tasks, and why";
+  button.title = "Failed tasks and their causes";
   button.textContent = short(value);
   button.addEventListener("click", openLetters);
   return button;

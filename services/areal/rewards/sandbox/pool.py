@@ -43,9 +43,9 @@ class Sandbox:
         """Starts nothing.
 
         Args:
-            slots: Programs at a time; 0: the number of this process's cores.
+            slots: Maximum number of programs at a time; 0: the number of this process's cores.
             packages: A folder of packages (site-packages) that programs may import, read-only.
-                If this process is root's, they see of it what everybody may see.
+                If this process runs as root, programs can read only its world-readable files.
             isolation: `rlimits` is a weaker mode for machines without user namespaces
                 (docs/isolation.md): no packages, and a new process for each program.
         """
@@ -66,15 +66,16 @@ class Sandbox:
         """Run Python source, or a command, to its end or to a limit.
 
         Args:
-            code: Python source; runs as `__main__`.
-            argv: A command instead, e.g. `["sh", "-c", "…"]`.
-            files: Content of text files in the program's folder.
-            stdin: What it reads.
-            limits: See Limits.
+            code: Python source, which runs as `__main__`; set either this or `argv`.
+            argv: A command, e.g. `["sh", "-c", "…"]`.
+            files: Text files in the program's folder: name to content.
+            stdin: The text that the program reads from standard input.
+            limits: What the program may use; None: the defaults of `Limits`.
 
         Raises:
-            InvalidInput: neither or both of code and argv, or a file outside the folder.
-            CannotStart: bubblewrap is missing, or this machine allows no user namespaces.
+            InvalidInput: Both or neither of `code` and `argv` are set, or a file is outside the
+                folder.
+            CannotStart: bubblewrap is missing, or this machine does not allow user namespaces.
         """
         if bool(code) == bool(argv):
             raise InvalidInput("Sandbox.run: expected either code or argv")
