@@ -67,7 +67,7 @@ def bring(config: Path, model: Path, source: str, deadline: float) -> None:
     if before is not None:
         if source and before and before != source:
             raise InvalidInput(
-                f"prepare.source {source}: {model} is {before} already, and a trial's version 0 "
+                f"prepare.source {source}: {model} already holds {before}, and a trial's version 0 "
                 "does not change; set model.path to another folder"
             )
         _say(f"{model} is ready")
@@ -87,7 +87,7 @@ def bring(config: Path, model: Path, source: str, deadline: float) -> None:
     elif make_model(config):
         if not (model / "config.json").is_file():
             raise InvalidInput(
-                f"model.path {model}: the recipe's prepare_model created nothing there"
+                f"model.path {model}: the recipe's prepare_model wrote no config.json there"
             )
     else:
         model_sources.wait_for_copy(model, how=_how(model), deadline=deadline, say=_say)

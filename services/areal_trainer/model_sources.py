@@ -229,7 +229,7 @@ def until_deadline(work: Callable[[], None], model: Path, deadline: float, say: 
         if not isinstance(failed[0], Unavailable):
             raise failed[0]
         last = str(failed[0])
-        say(f"{last}; tried again in {pause:.0f} s")
+        say(f"{last}; trying again in {pause:.0f} s")
         if time.monotonic() + pause >= deadline:
             raise WaitTimeout("the model", since=began, hint=last)
         time.sleep(pause)

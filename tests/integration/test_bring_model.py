@@ -209,7 +209,7 @@ def test_fetch_when_the_hub_cannot_be_reached_then_the_deadline_ends_it_and_says
     url = f"http://127.0.0.1:{free_port()}"
     code, said = job.run("hf://lab/tiny", HF_ENDPOINT=url, deadline=6.0)
     assert (code, job.is_ready) == (1, False)
-    assert "tried again in" in said
+    assert "trying again in" in said
     assert "for the model (hf://lab/tiny" in said
 
 

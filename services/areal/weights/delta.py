@@ -242,7 +242,7 @@ def rebuild(folder: Path, base: Path, wanted: DeltaFile, *, name: str = SINGLE_F
     found = read_manifest(base).digest
     if found != delta.base_digest:
         raise InvalidInput(
-            f"{FILE}: starts from weights {delta.base_digest[:16]}…, "
+            f"{FILE}: based on weights {delta.base_digest[:16]}…, but "
             f"{base.name} holds {found[:16]}…"
         )
     layout = read_layout(base / SINGLE_FILE)
@@ -277,7 +277,7 @@ def open_delta(raw: bytes | bytearray, wanted: DeltaFile) -> Delta:
     delta = Delta(raw)
     if delta.base_digest != wanted.base_digest:
         raise InvalidInput(
-            f"{FILE}: starts from weights {delta.base_digest[:16]}…, expected "
+            f"{FILE}: based on weights {delta.base_digest[:16]}…, expected "
             f"{wanted.base_digest[:16]}…"
         )
     return delta
