@@ -44,17 +44,19 @@ _BEARER = re.compile(r"(?i)\b(bearer )[A-Za-z0-9._~+/=-]{16,}")
 
 @dataclass
 class SecurityConfig:
-    """Access control. Secrets are in files or variables, never in the experiment file."""
+    """Access control. Secrets are in files or the environment, never in the experiment file."""
 
     dir: str = ""
-    """Folder of the secrets. `token` is the bearer token for every gRPC and HTTP endpoint (16
-    characters or more). `redis-password` and `nats-token` are for endpoints.redis and .nats if
-    their URLs contain none. For a missing file, the variable AREAL_TOKEN, AREAL_REDIS_PASSWORD or
-    AREAL_NATS_TOKEN is used. Without a token, `areal run` and `areal up` create one at each start,
-    and a service that is started by itself requires none."""
+    """Folder of the files with secrets. `token` has the bearer token of all gRPC and HTTP endpoints
+    (16 characters or more). `redis-password` and `nats-token` are used if the URLs in
+    endpoints.redis and endpoints.nats contain no secret. Instead of a file, you can set the
+    environment variable AREAL_TOKEN, AREAL_REDIS_PASSWORD or AREAL_NATS_TOKEN. If there is no
+    token, `areal run`, `areal up` and `areal serve` create one at each start; a service that you
+    start yourself then requires none."""
     tls_dir: str = ""
-    """Folder of PEM files for mutual TLS on gRPC: `tls.crt` and `tls.key`, whose names must cover
-    the hosts in `endpoints`, and `ca.crt`, the authorities that sign every peer's certificate."""
+    """Folder of PEM files for mutual TLS on gRPC. `tls.crt` and `tls.key`: the certificate, which
+    must cover the host names in `endpoints`, and its key. `ca.crt`: the authorities that have
+    signed the certificates of all peers."""
     allow_insecure_bind: bool = False
     """Allow a service without a token to listen on an address that other machines can reach."""
 

@@ -53,7 +53,7 @@ class DatasetConfig:
     """A .jsonl or .parquet file, a folder of them, `hf://org/name[/config][@revision]`, or a name
     that the recipe understands."""
     batch_size: Annotated[int, Ge(1)] = 64
-    """Groups per train step (B)."""
+    """Groups per train step (B). Without servers: rows per train step."""
 
 
 @dataclass
