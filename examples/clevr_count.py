@@ -5,9 +5,8 @@
     areal run examples/clevr_count.py model.path=Qwen/Qwen2.5-VL-3B-Instruct most=5 \
         model.context_length=2048 gconfig.max_new_tokens=256
 
-Rows have `images`. Servers get the files and turn them into patches; the trainer turns the same
-files into the same patches, and gradients reach the vision tower. 150 steps raise held-out accuracy
-from 0.81 to 0.96 (seed 1).
+Rows have `images`. Servers and trainer get the same files and turn them into the same patches, and
+gradients reach the vision tower. 150 steps raise held-out accuracy from 0.81 to 0.96 (seed 1).
 """
 
 from dataclasses import dataclass

@@ -4,10 +4,10 @@ r"""Code: a tiny model writes a Python expression, and unit tests score it.
     areal run examples/code_rl.py                    # on a laptop's CPU
     areal run examples/code_rl.py control=true       # control run: shuffled rewards
 
-The model reads the values f(0) and f(1) of a function f, and writes its body, such as `3*x+4`. Unit
-tests call f with these and other numbers. The code runs in a box without the machine's files,
-network or processes (docs/isolation.md). Code that loops, fails or prints too much gets a reward of
-0. 120 steps raise held-out accuracy from 0.64 to 0.87 (seed 0).
+The model reads the values f(0) and f(1) of a function f, and writes the body of f, such as `3*x+4`.
+Unit tests call f with these and other numbers. The code runs in a box: isolated processes that see
+neither the machine's files nor its network (docs/isolation.md). Code that loops, fails or prints
+too much gets a reward of 0. 120 steps raise held-out accuracy from 0.64 to 0.88 (seed 0).
 """
 
 import asyncio

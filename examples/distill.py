@@ -5,10 +5,10 @@ r"""Distillation: a student learns what its teacher would say, without servers o
         train_dataset.path=chats.jsonl actor.optimizer.lr=1e-5
     areal run examples/distill.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
-Rows are chats: {"messages": [{"role", "content"}, …]}; the last ones are held out. On the
-assistant's turns the student learns the probabilities of the teacher's `k` likeliest tokens, not
-the token in the row. Both models must have the same vocabulary. The teacher is a frozen model in
-the trainer.
+Rows are chats: {"messages": [{"role", "content"}, …]}; the last ones are held out. In the
+assistant's turns, the student learns the probabilities of the teacher's `k` likeliest tokens, not
+the token in the row. Both models must have the same vocabulary. The trainer loads the teacher as a
+frozen model.
 """
 
 from dataclasses import dataclass

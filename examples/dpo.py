@@ -29,7 +29,7 @@ class Config(GRPOConfig):
 
     loss: Literal["dpo", "ipo", "simpo"] = "dpo"
     beta: float = 0.1
-    """How close the policy stays to the reference; a larger value keeps it closer."""
+    """A larger value keeps the policy closer to the reference; in SimPO it scales the reward."""
     gamma: float = 0.5
     """SimPO's target margin."""
     heldout_rows: int = 200
@@ -56,7 +56,7 @@ def main(argv):
     train, heldout = units[: -config.heldout_rows], units[-config.heldout_rows :]
 
     def compare(batch) -> None:
-        """Adds the frozen model's logprobs of the answers."""
+        """Adds the reference model's logprobs of the answers to a batch."""
         if preference.needs_reference:
             with model.engine.without_adapters() if adapted else nullcontext():
                 batch["reference_logprobs"] = reference.forward(batch)

@@ -4,8 +4,8 @@ r"""Evaluation only: a model answers dataset rows, and a reward function scores 
     areal eval model.path=runs/gsm8k-sft/trial0/model rows=200 gconfig.n_samples=4
     areal run examples/eval_only.py model.path=…                             # the same
 
-The run folder has the mean reward and its standard error, in trainer.json, and every answer, in
-evaluations/.
+The results are in the run folder: the mean reward and its standard error in trainer.json, and every
+answer in evaluations/.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Config(GRPOConfig):
     """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     rows: int = 0
-    """Maximum number of rows of the split; 0: all of them."""
+    """Maximum number of rows to evaluate; 0: all rows of the split."""
     split: str = "test"
     reward_name: str = "math"
     """A built-in reward: math, multiple_choice, regex."""

@@ -6,8 +6,8 @@ r"""GRPO on GSM8K: an instruct model learns to reason about grade-school mathema
         gconfig.max_new_tokens=96 model.context_length=512 heldout_rows=0       # on a CPU
 
 The rows come from openai/gsm8k on the Hub. `train_dataset.path` may also be a folder with the files
-train.jsonl and test.jsonl of https://github.com/openai/grade-school-math. The reward is 1 for an
-answer that math-verify finds equal to the right one, else 0.
+train.jsonl and test.jsonl of https://github.com/openai/grade-school-math. The reward is 1 if the
+library math-verify finds the answer equal to the right one, else 0.
 """
 
 from dataclasses import dataclass, replace

@@ -5,9 +5,9 @@ r"""Fine-tuning on worked answers to grade-school mathematics, without servers o
         train_dataset.path=hf://openai/gsm8k/main actor.optimizer.lr=1e-5   # or a folder
     areal run examples/gsm8k_sft.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
-Rows are GSM8K's {"question", "answer"}, or chats: {"messages": [{"role", "content"}, …]}. The loss
-covers the assistant's turns. The model is written to runs/…/model, a folder that transformers and
-SGLang can load.
+Rows are GSM8K's {"question", "answer"}, or chats: {"messages": [{"role", "content"}, …]}. The
+loss covers the assistant's turns. The model is written to runs/…/model, a folder that transformers
+and SGLang can load.
 """
 
 import random
@@ -33,7 +33,7 @@ class Config(GRPOConfig):
 
 
 def messages_of(row: dict) -> list[dict]:
-    """Converts a row of GSM8K to a chat; a row that is a chat does not change."""
+    """Returns the chat of a row: a GSM8K row is converted; a chat stays as it is."""
     if "messages" in row:
         return row["messages"]
     question = {"role": "user", "content": row["question"]}

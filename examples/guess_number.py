@@ -4,8 +4,8 @@
     areal run examples/guess_number.py control=true     # control run: shuffled rewards
 
 `GuessNumber` is the environment: it answers each guess with "more" or "less". Guessing four
-different digits finds 4 of 10 secrets; bisection finds all. In 150 steps the share of digits found
-rises from 0.36 to 0.64 (seed 0); with shuffled rewards it does not rise.
+different digits finds 4 of 10 secrets; bisection finds all. In 150 steps, the share of secrets
+found rises from 0.41 to 0.70 (seed 0); with shuffled rewards it falls to 0.
 """
 
 import random
@@ -35,7 +35,7 @@ class Config(GRPOConfig):
     """Control run: shuffle each batch's rewards, so that they teach nothing."""
     heldout_games: int = 200
     warm_start_steps: int = 150
-    """Supervised steps that teach the format and, a little, how to use the replies."""
+    """Supervised steps that teach the format and some use of the replies."""
 
 
 class GuessNumber:
@@ -58,7 +58,7 @@ class GuessNumber:
 
 
 def games(count: int, seed: int) -> list[dict]:
-    """Returns rows. The model does not read the secret, so it cannot learn secrets by heart."""
+    """Returns rows. The model never reads the secret of a row."""
     draw = random.Random(seed)
     return [{"game": number, "secret": draw.randrange(10)} for number in range(count)]
 

@@ -4,8 +4,8 @@
     areal run examples/multi_turn_math.py control=true     # control run: shuffled rewards
     areal run examples/multi_turn_math.py turn_discount=1  # no discount for a second try
 
-The reward is 1 for the right sum at the first try, and `turn_discount` at the second. The loss
-covers both answers, not the feedback between them.
+A right sum at the first try has the reward 1; each earlier wrong try multiplies the reward by
+`turn_discount`. The loss covers the answers, not the feedback between them.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def reward_fn(prompt, completions, prompt_ids, completion_ids, answer, **data) -
 
 
 def feedback(completion, reward, answer, **data) -> str:
-    """What the model reads after a wrong answer. Runs in a rollout worker."""
+    """Returns what the model reads after a wrong answer. Runs in a rollout worker."""
     said = completion.strip()
     if not (said.isascii() and said.isdecimal()):
         return "number?"
@@ -96,7 +96,7 @@ def main(argv):
 
 
 def warm_prompt(row: dict, draw) -> list[dict]:
-    """The messages before the right answer: the problem, every second time with a wrong try."""
+    """The messages before the right answer: the problem, half of the time with a wrong try."""
     if draw.random() < 0.5:
         return row["messages"]
     right = int(row["answer"])
@@ -127,7 +127,7 @@ def prepare_model(config: Config) -> None:
     tokenizer, draw = Tokenizer.load(fresh), random.Random(config.seed)
     rows, loss = problems(config)[0], 5.0
     for step in range(config.warm_start_steps):
-        examples = [  # the loss is on the last answer, so no wrong answer is taught
+        examples = [  # the loss covers only the last answer, so no wrong answer is taught
             (
                 tokenizer.apply_chat_template(warm_prompt(row, draw)),
                 [*tokenizer.encode(row["answer"].zfill(3)), tokenizer.eos_token_id],

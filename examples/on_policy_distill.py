@@ -5,9 +5,9 @@ r"""On-policy distillation: a student answers, and learns what its teacher would
         model.path=Qwen/Qwen3-0.6B actor.optimizer.lr=1e-5 gconfig.max_new_tokens=1024
 
 Servers sample the student's answers. At each token of an answer the student learns the
-probabilities of the teacher's `k` likeliest tokens. The teacher is a folder, which the trainer
-loads as a frozen model, or the URL of an SGLang server or of `areal serve`. Both models must have
-the same vocabulary. No reward is needed: here the sums are scored only to show progress.
+probabilities of the teacher's `k` likeliest tokens. `teacher` is a model folder, which the
+trainer loads as a frozen model, or the URL of a server of SGLang or `areal serve`. Both models must
+have the same vocabulary. No reward is needed: the sums are scored only to show progress.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def main(argv):
 
 
 def prepare_model(config: Config) -> None:
-    """Creates two Qwen2 models of 0.6 M parameters and trains the teacher longer."""
+    """Creates student and teacher, two Qwen2 of 0.6 M parameters; trains the teacher longer."""
     teach(config, config.model.path, config.warm_start_loss)
     if "://" not in config.teacher:
         teach(config, config.teacher, config.teacher_loss)

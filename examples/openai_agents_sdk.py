@@ -1,4 +1,4 @@
-"""Trains an agent on two-digit addition. It is written with OpenAI's Agents SDK.
+"""Trains an agent on two-digit addition. The agent is written with OpenAI's Agents SDK.
 
     pip install openai-agents==0.24.0                       # where the rollout workers run
     areal run examples/openai_agents_sdk.py                 # trains on a laptop's CPU
@@ -39,16 +39,16 @@ class Config(GRPOConfig):
     train_problems: int = 6000
     heldout_problems: int = 300
     warm_start_steps: int = 250
-    """Supervised steps before version 0; after them about a third of the answers are right."""
+    """Supervised steps of the warm-up, after which about a third of the answers are right."""
 
 
 # -- the agent: imports nothing from areal ------------------------------------------------------
 
 
 async def agent(client: openai.AsyncOpenAI, question: str, right: str) -> int:
-    """Asks at most twice; returns the number of the try that was right, or 0."""
+    """Asks at most twice; returns 1 or 2, the number of the right try, or 0 if both were wrong."""
     adder = Agent("adder", model=OpenAIChatCompletionsModel("any", client))
-    quiet = RunConfig(tracing_disabled=True)  # traces would go to OpenAI
+    quiet = RunConfig(tracing_disabled=True)  # the SDK would send traces to OpenAI
     said = [{"role": "user", "content": question}]
     for attempt in (1, 2):
         result = await Runner.run(adder, said, run_config=quiet)
@@ -63,7 +63,7 @@ async def agent(client: openai.AsyncOpenAI, question: str, right: str) -> int:
 
 async def run(task, base_url, api_key):
     """Makes one attempt at a row and returns its reward. Runs in a rollout worker."""
-    # The URL is plain HTTP: loading certificates would only cost 50 ms of CPU per run.
+    # The URL is plain HTTP: loading certificates would only cost 50 ms of CPU per attempt.
     http = openai.DefaultAsyncHttpxClient(verify=False)
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
         attempt = await agent(client, task["messages"][0]["content"], task["answer"])

@@ -3,9 +3,9 @@
     areal run examples/outside_agents.py                                  # waits for agents
     python examples/outside_agents.py http://127.0.0.1:PORT $(areal token)   # the agents
 
-`areal run` prints the gateway's address, which is also the dashboard's. `attempt` stands for code
-that you already have: it calls a model with the `openai` package. `play` opens a session for each
-attempt and ends it with the attempt's reward: the share of digits in the answers.
+`areal run` prints the address of the gateway, which is that of the dashboard. `attempt` stands for
+code that you already have: it calls a model with the `openai` package. `play` opens a session for
+each attempt and ends it with the attempt's reward, the share of digits in the answers.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ async def play(gateway: str, token: str, attempts: int) -> None:
     import httpx
 
     async def ask(path: str, key: str, body: dict) -> httpx.Response:
-        """Sends a request; repeats it while the run has no free place or cannot be reached."""
-        # If an answer is lost, the repeated request gets the same session.
+        """Sends a request; repeats it while no session is free or the gateway cannot be reached."""
+        # With this key, a request that is repeated because its answer was lost opens nothing new.
         headers = {"Authorization": f"Bearer {key}", "Idempotency-Key": uuid.uuid4().hex}
         while True:
             try:
@@ -57,7 +57,7 @@ async def play(gateway: str, token: str, attempts: int) -> None:
 
 
 async def play_on(gateway: str, token: str, at_once: int = 8, attempts: int = 4) -> None:
-    """Plays groups, several at once, until it is stopped."""
+    """Plays groups, several at once, until the process is stopped."""
     import httpx
     import openai
 

@@ -1,11 +1,10 @@
-"""PPO with a critic on two-digit addition: a second model predicts each token's reward.
+"""PPO with a critic on two-digit addition: a second model predicts the reward at each token.
 
     areal run examples/ppo_critic.py                       # learns
     areal run examples/ppo_critic.py control=true          # control run: shuffled rewards
 
-One file is the whole experiment. It differs from arithmetic_grpo.py only in the loop. One sample
-per problem is enough, because the expected reward comes from the critic, not from the other samples
-of a group.
+One file is the whole experiment. It differs from arithmetic_grpo.py mainly in the loop. One sample
+per problem is enough, because the critic, not the rest of the group, says which reward to expect.
 """
 
 from dataclasses import dataclass
@@ -103,7 +102,7 @@ def main(argv):
         critic.ppo_update(batch)
         if not critic.warming_up():
             actor.ppo_update(batch)
-        actor.upload_weights(weight_update_meta)  # the actor's checkpoints hold the critic, too
+        actor.upload_weights(weight_update_meta)  # the actor's checkpoints contain the critic, too
     rollout.evaluate(heldout, one_sample, name="heldout_after")
 
 

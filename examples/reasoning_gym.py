@@ -6,8 +6,8 @@ r"""GRPO on a task of reasoning-gym, from easy questions to hard ones.
     areal run examples/reasoning_gym.py model.path=Qwen/Qwen2.5-1.5B-Instruct \
         task=basic_arithmetic options={} model.context_length=2048 gconfig.max_new_tokens=512
 
-reasoning-gym creates the questions and scores the answers. Any of its tasks works; `difficulty`
-decides which questions come first.
+The library reasoning-gym creates the questions and scores the answers. Any of its tasks works. The
+function `difficulty` decides which questions come first.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Config(GRPOConfig):
     """Control run: shuffle the rewards of each batch, so that the reward cannot rise."""
     task: str = "spell_backward"
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the task, with reasoning-gym's names."""
+    """Options of the task, as reasoning-gym names them."""
     train_questions: int = 1500
     heldout_questions: int = 200
     warm_start_loss: float = 1.2
@@ -46,7 +46,7 @@ class Config(GRPOConfig):
 
 
 def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
-    """Returns train and held-out rows; no question is in both."""
+    """Returns train and held-out rows; no question is in both lists."""
     return reasoning_gym_rows(
         config.task,
         train=config.train_questions,
@@ -57,7 +57,7 @@ def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
 
 
 def difficulty(row: dict) -> float:
-    """Returns a question's length: longer questions are taken to be harder."""
+    """Returns the length of the question: longer questions are assumed to be harder."""
     return len(row["prompt"])
 
 

@@ -3,10 +3,10 @@
     areal run examples/search_agent.py                  # trains on a laptop's CPU
     areal run examples/search_agent.py control=true     # control run: shuffled rewards
 
-A question names a parcel ("ka7?"), and only the documents say in which bay it lies. The agent asks
-the model. If the model writes `find QUERY`, the agent searches and shows the best document to the
-model; any other text is the answer. The held-out questions are about parcels that no training row
-names, so the model must learn to search and to read, not to remember.
+A question names a parcel ("ka7?"), and only the documents say in which bay the parcel is. The agent
+asks the model. If the model writes `find QUERY`, the agent searches and shows it the best document;
+any other text is the answer. The held-out questions are about parcels that are not in the training
+rows, so the model must learn to search and to read, not to remember.
 """
 
 import random
@@ -83,7 +83,7 @@ def search(query: str) -> str:
 
 
 async def agent(client: openai.AsyncOpenAI, question: str) -> str:
-    """Searches at most twice; returns the answer."""
+    """Asks the model at most three times; returns its answer, or "" if it only searched."""
     messages = [{"role": "user", "content": question}]
     for _ in range(3):
         completion = await client.chat.completions.create(model="any", messages=messages)
@@ -101,7 +101,7 @@ async def agent(client: openai.AsyncOpenAI, question: str) -> str:
 
 async def run(task, base_url, api_key):
     """Makes one attempt at a row and returns its reward. Runs in a rollout worker."""
-    # The URL is plain HTTP: loading certificates would only cost 50 ms of CPU per run.
+    # The URL is plain HTTP: loading certificates would only cost 50 ms of CPU per attempt.
     http = openai.DefaultAsyncHttpxClient(verify=False)
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
         return float(await agent(client, task["question"]) == task["answer"])
@@ -152,7 +152,7 @@ def demonstrations(config: Config) -> list[tuple[list[dict], str]]:
 
 
 def prepare_model(config: Config) -> None:
-    """Creates a Qwen2 of 0.6 M parameters and begins to teach it to search and to read."""
+    """Creates a Qwen2 of 0.6 M parameters that can search and read, but makes mistakes."""
     from areal.config.training import OptimizerConfig, TrainEngineConfig
     from areal.engines.sft import FSDPLMEngine, pack_examples
     from areal.models.tiny import make_tiny_model

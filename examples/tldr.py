@@ -1,12 +1,12 @@
-"""Summaries scored by a reward model: GRPO with people's preferences instead of a rule.
+"""Summaries scored by a reward model: GRPO with learned preferences instead of a rule.
 
     areal run examples/tldr.py                             # two tiny models, on a laptop's CPU
     areal run examples/tldr.py model.path=… judge=runs/reward-model/trial0/model
 
-`prepare_model` creates the writer, which knows the format of a summary, and the judge, a reward
-model trained on pairs as in examples/reward_model.py. The loop trains only on the judge's scores.
-Before and after training, the recipe measures how many summaries are right, on posts that neither
-model has read.
+`prepare_model` creates two models. The writer knows the format of a summary. The judge is a reward
+model, trained on pairs as in examples/reward_model.py. The loop trains the writer on the judge's
+scores only. Before and after training, the recipe measures how many summaries are right, on posts
+that neither model has read.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Config(GRPOConfig):
     train_posts: int = 4000
     heldout_posts: int = 300
     warm_start_loss: float = 0.5
-    """The writer's warm-up ends at this loss, at which about three of four summaries are right."""
+    """The writer's warm-up ends at this loss, at which about 3 of 4 summaries are right."""
     warm_start_steps: int = 300
     """The warm-up ends after this many steps at the latest."""
     judge_steps: int = 500
@@ -55,11 +55,11 @@ def is_right(prompt, completions, prompt_ids, completion_ids, summary, **data) -
 def main(argv):
     config, _ = load_expr_config(argv, Config)
     train, heldout = rows_of(config)
-    asked = [{"messages": row["messages"]} for row in train]  # no right summary for the judge
+    asked = [{"messages": row["messages"]} for row in train]  # without the right summary
 
     rollout = RemoteSGLangEngine(config.rollout)
     actor = FSDPPPOActor(config.actor)
-    # The writer before training: staying close to it keeps the writer from flattering the judge.
+    # The writer before training: staying close to it keeps the writer from exploiting the judge.
     reference = FSDPPPOActor(config.ref)
     workflow = RLVRWorkflow("reward_model", config.gconfig, reward_kwargs={"path": config.judge})
     once = GenerationHyperparameters(max_new_tokens=12)

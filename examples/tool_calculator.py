@@ -3,10 +3,10 @@
     areal run examples/tool_calculator.py                  # on a laptop's CPU
     areal run examples/tool_calculator.py control=true     # control run: shuffled rewards
 
-`calc` is a function of this file, and `ToolWorkflow` shows the model its result. The model cannot
-multiply by itself. After the warm-up it calls the calculator about every second time and guesses
-otherwise. Training must teach it to call the calculator every time, and to copy the numbers without
-a mistake. The loss covers the call and the answer, not the result between them.
+`ToolWorkflow` lets the model call `calc`, a function of this file, and shows it the result. The
+model cannot multiply by itself. After the warm-up, it calls the calculator about every second time
+and guesses otherwise. Training must teach it to call the calculator every time, and to copy the
+numbers without a mistake. The loss covers the call and the answer, not the result between them.
 """
 
 import random

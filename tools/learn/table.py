@@ -1,4 +1,4 @@
-"""What is shown to learn: each row is an example, what it changes, and what must come of it.
+"""The rows of docs/learning.md: each is an example, its overrides, and the goal of its runs.
 
 A new row is a new entry of ROWS. Its recipe records the measured result with `rollout.evaluate(...,
 name=NAME)` or `session.record(NAME, ...)`: both end in the run's trainer.json.
@@ -19,11 +19,11 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Measure:
-    """What a run is judged by: results of its trainer.json, and bounds."""
+    """How a run is judged: by results in its trainer.json, and bounds on them."""
 
     after: str = "heldout_after"
     before: str = "heldout_before"
-    """Subtracted; empty: `after` stands alone."""
+    """Subtracted from `after`; empty: nothing is."""
     goal: str = ""
     """If given, the value is how much of the gap from `before` to it `after` closes."""
     least: float | None = 0.3
@@ -41,7 +41,7 @@ class Measure:
         return f"{what} {' and '.join(bounds)}" if bounds else what
 
     def value(self, results: dict[str, float]) -> float:
-        """What a run is judged by, of the results in its trainer.json."""
+        """Returns the value that is compared with the bounds, from the results in trainer.json."""
         after = results[self.after]
         if self.goal:
             before = results[self.before]
@@ -49,7 +49,7 @@ class Measure:
         return after - (results[self.before] if self.before else 0.0)
 
     def holds(self, value: float) -> bool:
-        """Whether a run's result is what it must be."""
+        """Whether a value is within the bounds."""
         above = self.least is None or value >= self.least
         return above and (self.most is None or value <= self.most)
 
@@ -66,7 +66,7 @@ class Row:
     example: str = "arithmetic_grpo"
     measure: Measure = Measure()
     against: str = ""
-    """Name of the row that this one should end as high as; empty: there is none."""
+    """Name of the row with which this one is compared; empty: none."""
 
     def revision(self) -> str:
         """Changes with the recipe's code, its settings and the overrides, not with its comments."""
@@ -129,11 +129,11 @@ FAMILY = "Algorithms"
 ASYNCHRONY = "Asynchrony"
 FAST = "Asynchrony at the full rate"
 PLAIN = "actor.prox_logp_method=behavior"
-OFFLINE = "Rows alone"
+OFFLINE = "Dataset rows only"
 TASKS = "Other tasks"
 
 GENTLE = ("actor.optimizer.lr=1.5e-4", "total_train_steps=400")
-"""Half the recipe's learning rate for twice its steps: the policy moves as far, less at a time."""
+"""Half the learning rate, twice the steps: the policy moves as far, in smaller steps."""
 
 ACCURACY = Measure("heldout_accuracy", before="", least=0.9, curve="train/loss")
 # What follows the question is certain, but for the few sums that no row of training has.
@@ -168,7 +168,7 @@ ROWS = [
     _algorithm("cispo", "CISPO"),
     Row(
         "lora",
-        "GRPO, LoRA adapters alone",
+        "GRPO, only LoRA adapters",
         FAMILY,
         ("actor.lora={}", "actor.optimizer.lr=3e-3"),
         measure=Measure(least=0.27),  # 80 % of what full training rises by

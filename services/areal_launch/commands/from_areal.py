@@ -5,8 +5,7 @@
 
 A key that is missing in AReaL's file has AReaL's default, which is written out if ours differs, so
 the converted file trains with the same numbers. RULES knows the keys of AReaLite, 0.3 and 1.0, and
-is
-the table of docs/migration.md.
+becomes the table of docs/migration.md.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def _name(key: str) -> Rule:
     return Rule(f"`{key}`, in lower-case letters, digits and dashes", apply)
 
 
-def _norm(key: str) -> Rule:
+def _norm(key: str, examples: str) -> Rule:
     def apply(out: Converted, value: Mapping[str, Any] | bool | None) -> None:
         if isinstance(value, bool):  # AReaLite had a switch
             value = {} if value else None
@@ -124,7 +123,7 @@ def _norm(key: str) -> Rule:
         std = value.get("std_level", "batch") or "none"
         out.keys[key] = None if mean == std == "none" else f"{mean}/{std}"
 
-    return Rule(f"`{key}` as MEAN/STD: `group/group`, `leave1out/none`, …", apply)
+    return Rule(f"`{key}` as MEAN/STD: {examples}", apply)
 
 
 def _group_reward_norm(out: Converted, value: bool) -> None:
@@ -234,9 +233,9 @@ _SERVER_FLAGS = (
     "mem_fraction_static", "sampling_backend", "schedule_policy",
 )  # fmt: skip
 _ELSEWHERE = Rule("`areal run --on local`, `slurm`, `ray` or `kubernetes`")
-_IN_RECIPE = "the recipe decides it"
+_IN_RECIPE = "the recipe decides this"
 _TOKENIZER = Rule("the tokenizer is read from `model.path`")
-_LAYOUT = Rule("`allocation_mode` carries the layout: `fsdp:d8t2c2e4`")
+_LAYOUT = Rule("`allocation_mode` contains the layout: `fsdp:d8t2c2e4`")
 _AUTOMATIC = Rule("chosen automatically, from the installed packages and the model")
 
 # The rule of a section holds for those of its keys that have none of their own.
@@ -258,8 +257,8 @@ RULES: dict[str, str | Rule] = {
     "cluster.n_gpus_per_node": "stack.gpus_per_node",
     "cluster": Rule("`allocation_mode` decides the nodes; services find each other by themselves"),
     "tokenizer_path": _TOKENIZER,
-    "train_dataset": Rule("the recipe reads the rows as you like"),
-    "valid_dataset": Rule("the recipe loads it and calls `rollout.evaluate(rows, workflow)`"),
+    "train_dataset": Rule("the recipe reads the rows itself"),
+    "valid_dataset": Rule("the recipe reads the rows and calls `rollout.evaluate(rows, workflow)`"),
     "gconfig.top_k": Rule("`gconfig.top_k`; -1 turns it off", _top_k),
     "gconfig.max_tokens": "model.context_length",
     "gconfig.stop": _if_set(
@@ -284,14 +283,14 @@ RULES: dict[str, str | Rule] = {
         "no counterpart; only the token budget, `actor.mb_spec.max_tokens_per_mb`, can be set"
     ),
     "actor.optimizer.type": _only("actor.optimizer.type", ("adam", "adamw")),
-    "actor.optimizer": Rule("cannot be set; it has the same value in all runs"),
+    "actor.optimizer": Rule("cannot be set; the value is the same in all runs"),
     "actor.weight_update_mode": Rule(
         "`weight_sync.transport`: `disk` for AReaL's `disk`, `distributed` for its other modes",
         _transport,
     ),
-    "actor.reward_norm": _norm("actor.reward_norm"),
+    "actor.reward_norm": _norm("actor.reward_norm", "`group/group`, `leave1out/none`, …"),
     "actor.group_reward_norm": Rule("`actor.reward_norm: group/group`", _group_reward_norm),
-    "actor.adv_norm": _norm("actor.adv_norm"),
+    "actor.adv_norm": _norm("actor.adv_norm", "`batch/batch`, `batch/none` or `none/batch`"),
     "actor.reward_bias": _if_set("actor.reward_bias", "the reward function adds it"),
     "actor.use_decoupled_loss": Rule(
         "`actor.prox_logp_method`: `recompute` or `loglinear` for true, `unweighted` or "
@@ -307,8 +306,8 @@ RULES: dict[str, str | Rule] = {
         "`level` and `action`",
         _rejection,
     ),
-    "actor.importance_sampling_level": Rule("`actor.loss_type: gspo` for `sequence`", _loss_level),
-    "actor.overlong_reward_penalty": Rule("`actor.overlong_tokens`, above 0 for true"),
+    "actor.importance_sampling_level": Rule("for `sequence`, `actor.loss_type: gspo`", _loss_level),
+    "actor.overlong_reward_penalty": Rule("for true, set `actor.overlong_tokens` above 0"),
     "actor.overlong_penalty_factor": Rule("cannot be set; it is always 1"),
     "actor.init_from_scratch": _if_set("actor.init_from_scratch", _IN_RECIPE),
     **dict.fromkeys(
@@ -318,13 +317,15 @@ RULES: dict[str, str | Rule] = {
     "actor.m2_threshold": Rule("`actor.behavior_weight_mode: second_moment`", _second_moment),
     "actor.use_sapo_loss": _loss("sapo"),
     "actor.use_cispo_loss": _loss("cispo"),
-    "actor.use_lora": Rule("`actor.lora`; null trains the whole model"),
+    "actor.use_lora": Rule("`actor.lora`; with null, the whole model is trained"),
     "actor.lora_rank": Rule("`actor.lora.rank`"),
     "actor.lora_alpha": Rule("`actor.lora.alpha`"),
-    "actor.target_modules": Rule("`actor.lora.targets`; empty: all linear layers except the head"),
+    "actor.target_modules": Rule(
+        "`actor.lora.targets`; an empty list means all linear layers except the head"
+    ),
     "actor": Rule("no counterpart"),
-    "ref": Rule("`ref.path` and `ref.offload`; the rest follows the actor", _reference),
-    "critic": Rule("`algorithm: ppo` and `critic.lr`; the rest follows the actor"),
+    "ref": Rule("`ref.path` and `ref.offload`; all else is as in `actor`", _reference),
+    "critic": Rule("`algorithm: ppo` and `critic.lr`; all else is as in `actor`"),
     "teacher": Rule(
         "`teacher`, a folder or a server's URL, in a recipe like `examples/on_policy_distill.py`"
     ),
