@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 from tools.learn import __main__ as learn
 from tools.learn import page
-from tools.learn.table import ROOT, ROWS, Measure, Row, code_alone
+from tools.learn.table import PACKAGES, ROOT, ROWS, Measure, Row, code_alone
 
 from areal.config.experiment import GRPOConfig, build_config
 from areal.recipe import find_config_class, load_recipe
@@ -35,6 +36,8 @@ def ended(row: Row, seed: int, value: float = 0.4, **changes: object) -> dict[st
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_row_when_its_overrides_are_read_then_the_example_knows_them(row: Row) -> None:
+    if row.packages and not any(distributions(name="openai-agents")):
+        pytest.skip(f"needs openai-agents: {PACKAGES[row.packages]}")
     recipe = ROOT / "examples" / f"{row.example}.py"
     schema = find_config_class(load_recipe(recipe.read_bytes(), str(recipe)), GRPOConfig)
     overrides = [*row.overrides, "experiment_name=learn", f"trial_name={row.name}-s0"]
@@ -117,6 +120,22 @@ def test_main_when_a_run_is_recorded_then_it_is_not_run_again_and_a_failure_is_s
     with pytest.raises(SystemExit):
         learn.main()
     assert "did you mean 'grpo'" in capsys.readouterr().err
+
+
+def test_row_when_it_needs_packages_then_the_page_says_so_and_it_does_not_run_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [row, _] = [each for each in ROWS if each.packages == "build/agents-sdk"]
+    shown = page._settings([(row, {}), (GRPO, {})])
+    assert (
+        "openai_agents_sdk.py`, 1 server; needs build/agents-sdk on PYTHONPATH "
+        "(`make test-agents-sdk` fills it)\n" in shown
+    )
+    assert shown.endswith("algorithm=grpo`, 2 servers\n")
+    monkeypatch.setattr(learn, "ROOT", tmp_path)
+    with pytest.raises(RuntimeError, match=r"no folder build/agents-sdk: run `make test-agents-"):
+        learn.run(row, 0, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_row_when_compared_with_another_then_the_page_says_whether_it_lies_in_its_spread() -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.learn import page
-from tools.learn.table import ROOT, ROWS, SEEDS, Row
+from tools.learn.table import PACKAGES, ROOT, ROWS, SEEDS, Row
 
 from areal.errors import did_you_mean
 
@@ -56,15 +56,19 @@ def run(row: Row, seed: int, folder: Path) -> dict[str, Any]:
     """Run once, to the end.
 
     Raises:
-        RuntimeError: it failed, or took longer than LIMIT_S; the message ends with its last lines.
+        RuntimeError: it failed, its packages are missing, or it took longer than LIMIT_S; the
+            message ends with its last lines.
     """
+    if row.packages and not (ROOT / row.packages).is_dir():
+        raise RuntimeError(f"no folder {row.packages}: run `{PACKAGES[row.packages]}` first")
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "output.log"
     name = f"{row.name}-s{seed}"
     recipe = ROOT / "examples" / f"{row.example}.py"
     command = [sys.executable, "-m", "areal_launch", "run", str(recipe), f"seed={seed}"]
     command += ["experiment_name=learn", f"trial_name={name}", *row.overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "services"), "COLUMNS": "200"}
+    paths = [ROOT / each for each in ("services", row.packages) if each]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "COLUMNS": "200"}
     began, load = time.monotonic(), [os.getloadavg()[0]]
     with log.open("ab") as output:
         process = subprocess.Popen(

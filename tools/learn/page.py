@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import yaml
-from tools.learn.table import ROOT, SEEDS, Row
+from tools.learn.table import PACKAGES, ROOT, SEEDS, Row
 
 Runs = dict[int, dict[str, Any]]
 PAGE = ROOT / "docs" / "learning.md"
@@ -131,9 +131,16 @@ def _compared(rows: list[tuple[Row, Runs]]) -> str:
 def _settings(rows: list[tuple[Row, Runs]]) -> str:
     return "".join(
         f"- {row.title}: `{' '.join((f'areal run examples/{row.example}.py', *row.overrides))}`, "
-        f"{_servers(row)}\n"
+        f"{_servers(row)}{_packages(row)}\n"
         for row, _ in rows
     )
+
+
+def _packages(row: Row) -> str:
+    """What must be done before the row's command, e.g. `; needs build/x on PYTHONPATH (…)`."""
+    if not row.packages:
+        return ""
+    return f"; needs {row.packages} on PYTHONPATH (`{PACKAGES[row.packages]}` fills it)"
 
 
 def _servers(row: Row) -> str:

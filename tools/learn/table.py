@@ -67,6 +67,8 @@ class Row:
     measure: Measure = Measure()
     against: str = ""
     """Name of the row with which this one is compared; empty: none."""
+    packages: str = ""
+    """Folder of PACKAGES that the example imports from; empty: the environment has everything."""
 
     def revision(self) -> str:
         """Changes with the recipe's code, its settings and the overrides, not with its comments."""
@@ -120,10 +122,14 @@ def _rows_alone(
     return Row(name or example.replace("_", "-"), title, OFFLINE, overrides, example, measure)
 
 
-def _task(example: str, title: str, measure: Measure, *overrides: str) -> Row:
+def _task(example: str, title: str, measure: Measure, *overrides: str, packages: str = "") -> Row:
     name = example.replace("_", "-") + ("-control" if "control=true" in overrides else "")
-    return Row(name, title, TASKS, overrides, example, measure)
+    return Row(name, title, TASKS, overrides, example, measure, packages=packages)
 
+
+AGENTS_SDK = "build/agents-sdk"
+PACKAGES = {AGENTS_SDK: "make test-agents-sdk"}
+"""Folders of packages that the environment does not have, and what fills them."""
 
 FAMILY = "Algorithms"
 ASYNCHRONY = "Asynchrony"
@@ -194,6 +200,19 @@ ROWS = [
     _task("openai_agent", "OpenAI's API, shuffled rewards (control)", STILL, "control=true"),
     _task("anthropic_agent", "Agent on Anthropic's API: sums in two tries", Measure(least=0.15)),
     _task("anthropic_agent", "Anthropic's API, shuffled rewards (control)", STILL, "control=true"),
+    _task(
+        "openai_agents_sdk",
+        "Agent on OpenAI's Agents SDK: sums in two tries",
+        Measure(least=0.15),
+        packages=AGENTS_SDK,
+    ),
+    _task(
+        "openai_agents_sdk",
+        "OpenAI's Agents SDK, shuffled rewards (control)",
+        STILL,
+        "control=true",
+        packages=AGENTS_SDK,
+    ),
     _task("on_policy_distill", "On-policy distillation", Measure()),
     _task("reasoning_gym", "reasoning-gym's spell_backward", Measure(least=0.15)),
     _task("reasoning_gym", "reasoning-gym, shuffled rewards (control)", STILL, "control=true"),
