@@ -140,7 +140,7 @@ def test_reward_model_when_a_checkpoint_is_exported_then_it_is_the_saved_classif
     ids = torch.tensor([[65, 66, 67, 68, 69]])
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "A reward model" in card
-    assert "with the recipe `reward_model.py`, on rows alone: step" in card
+    assert "with the recipe `reward_model.py`, on dataset rows only: step" in card
     assert not any(word in card for word in ("grpo", "groups", "samples", "temperature"))
     scores = [_scores(folder, ids) for folder in (run_dir / "model", tmp_path / "exported")]
     assert scores[0].abs().sum() > 0, "the head has learned something"

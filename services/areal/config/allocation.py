@@ -175,7 +175,7 @@ class Allocation:
     """A parsed allocation string."""
 
     inference_replicas: int
-    """0: the trainer learns from rows alone, and no service is started."""
+    """0: the trainer learns from dataset rows only, and no service is started."""
     layout: Layout
     """Layout of the trainer's ranks."""
     inference_gpus: int = 1
@@ -192,7 +192,7 @@ _TRAINER_ALONE = re.compile(r"(?P<gen>)fsdp:(?P<train>[a-z\d]+)")
 
 
 def parse_allocation(text: str) -> Allocation:
-    """Parse `sglang:d12t2+fsdp:d8t2`, `sglang.d12p1t1+d4p1t1`, or `fsdp:d8`: a trainer alone.
+    """Parse `sglang:d12t2+fsdp:d8t2`, `sglang.d12p1t1+d4p1t1`, or `fsdp:d8` (only a trainer).
 
     Raises:
         ConfigError: the string has another form, asks for pipeline parallelism, or its numbers do

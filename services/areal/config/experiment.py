@@ -86,7 +86,7 @@ class BaseExperimentConfig:
 
     @property
     def offline(self) -> bool:
-        """True if the trainer learns from dataset rows alone, without servers and services."""
+        """True if the trainer learns from dataset rows only, without servers and services."""
         return not parse_allocation(self.allocation_mode).inference_replicas
 
     @property

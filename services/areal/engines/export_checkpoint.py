@@ -79,7 +79,7 @@ def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]], *, sc
     how, data, batch = f"`{config.algorithm}`", "", config.train_dataset.batch_size
     units = f"{batch} groups of {config.gconfig.n_samples} samples"
     if config.offline:
-        how = f"the recipe `{Path(config.recipe).name}`, on rows alone"
+        how = f"the recipe `{Path(config.recipe).name}`, on dataset rows only"
         units = f"{batch} rows"
     else:
         data = (

@@ -1,4 +1,4 @@
-"""The recipe's interface to a model that learns from rows alone; it calls no service.
+"""The recipe's interface to a model that learns from rows only; it calls no service.
 
     row --> unit (one sequence, or the two of a pair) --> this rank's share, packed --> a step
 
@@ -26,7 +26,7 @@ _EVALUATED_AT_ONCE = 64
 
 
 class OfflineTrainer:
-    """A model that learns from dataset rows alone, without rollouts (fine-tuning, reward models).
+    """A model that learns from dataset rows only, without rollouts (fine-tuning, reward models).
 
     It is sharded over all ranks of the trainer and resumes from the run's newest checkpoint. Every
     rank calls the same methods in the same order.

@@ -1,4 +1,4 @@
-"""A trainer that learns from rows alone: steps, metrics and checkpoints, and no service."""
+"""A trainer that learns from rows only: steps, metrics and checkpoints, without services."""
 
 from __future__ import annotations
 

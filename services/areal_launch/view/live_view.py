@@ -81,7 +81,7 @@ def facts(snapshot: Snapshot) -> dict[str, str]:
     rows, ledger, found = snapshot.rows, snapshot.ledger, {}
     if rewards := column(rows, "reward/mean"):
         found["reward"] = f"{rewards[-1]:.3f} (mean of {WINDOW}: {mean(rewards[-WINDOW:]):.3f})"
-    elif losses := column(rows, "train/loss"):  # rows alone
+    elif losses := column(rows, "train/loss"):  # dataset rows only
         found["loss"] = f"{losses[-1]:.3f} (mean of {WINDOW}: {mean(losses[-WINDOW:]):.3f})"
         if column(rows, "train/accuracy"):
             found["accuracy"] = f"{recent_mean(rows, 'train/accuracy'):.3f}"
