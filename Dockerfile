@@ -1,13 +1,14 @@
-# All images except SGLang's: stores; control, reward, weight-sync and sandbox, without torch;
-# trainer, inference-cpu, dev. docs/images.md says what each holds.
+# All images except SGLang's: stores; control, reward, weight-sync and sandbox, which have no torch;
+# inference-cpu, trainer and dev. docs/images.md lists what each image holds.
 #
-#   docker build --target control -t areal/control:dev .        (all of them: make images)
+#   docker build --target control -t areal/control:dev .        (all except dev: make images)
 #
 # BASE_IMAGE may be name@sha256:…; no digest is pinned here, because none is valid in every registry.
 # TORCH_INDEX is the package index that has the build of torch you want (CPU, CUDA 12.8, …);
-# empty: pip's own (tools/install_torch.py). All other packages are locked, with hashes, in
-# requirements/ (make lock), one file per layer; --no-deps, because a lock is complete. Dependencies
-# come before the source, so that an edit rebuilds one layer. The classic builder works, too.
+# empty: pip's own (tools/install_torch.py). All other packages are locked with hashes in
+# requirements/ (make lock), one file per layer. pip gets --no-deps, because a lock is complete.
+# Dependencies come before the source, so that a change of the source rebuilds only one layer.
+# Docker's classic builder works, too.
 ARG BASE_IMAGE=python:3.11-slim
 
 FROM ${BASE_IMAGE} AS control-packages
@@ -17,8 +18,9 @@ COPY requirements/build.txt requirements/control.txt ./
 RUN python3 -m venv /opt/areal \
     && /opt/areal/bin/python -m pip install --no-deps --require-hashes -r build.txt -r control.txt
 
-# No process here runs the libraries' tests, compiles against them, downloads from a hub, or uses
-# zstandard from PyPy; only the build stages need pip and setuptools.
+# Removes what no process of these images needs: the libraries' tests and files for compiling against
+# them, downloads from the Hub, zstandard's variant for PyPy, and pip and setuptools, which only the
+# build stages use.
 FROM control-packages AS control-slim
 RUN cp -a /opt/areal /packages && cd /packages/lib/*/site-packages \
     && find . -depth -type d -name tests -exec rm -rf {} + \
@@ -26,14 +28,14 @@ RUN cp -a /opt/areal /packages && cd /packages/lib/*/site-packages \
     && rm -rf pip* setuptools* _distutils_hack distutils-precedence.pth hf_xet* \
         zstandard/_cffi.*.so numpy/distutils /packages/bin/pip*
 
-# -- this repository's packages and commands, copied over the libraries at the very end --------
+# -- source: this repository's packages and commands, the last layer of each image ---------------
 FROM control-packages AS source
 WORKDIR /build
 COPY pyproject.toml README.md LICENSE ./
 COPY services services
 RUN /opt/areal/bin/python -m pip install --no-deps --no-index --no-build-isolation --prefix /source .
 
-# -- what all images have: a numeric user, folders for volumes, a health check -----------------------
+# -- runtime: what all images have: a numeric user, folders for volumes, a health check --------------
 FROM ${BASE_IMAGE} AS runtime
 RUN groupadd --gid 10001 areal \
     && useradd --uid 10001 --gid areal --home-dir /data --no-create-home --shell /usr/sbin/nologin areal \
@@ -78,7 +80,7 @@ LABEL org.opencontainers.image.title="areal/control" \
       org.opencontainers.image.revision="${REVISION}"
 CMD ["areal-gateway", "--help"]
 
-# -- reward: control, and the library that the built-in reward `math` needs ------------------------
+# -- reward: control and the library that the built-in reward `math` needs -------------------------
 FROM control-packages AS reward-packages
 COPY requirements/reward.txt ./
 RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-reward -r reward.txt \
@@ -97,7 +99,7 @@ LABEL org.opencontainers.image.title="areal/reward" \
       org.opencontainers.image.revision="${REVISION}"
 CMD ["areal-reward", "--help"]
 
-# -- weight-sync: control, and the clients of DNS and Kubernetes (endpoints.inference=[dns://…, kubernetes://…])
+# -- weight-sync: control and clients for DNS and Kubernetes (endpoints.inference=[dns://…, kubernetes://…])
 FROM control-packages AS weight-sync-packages
 COPY requirements/weight-sync.txt ./
 RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-weight-sync -r weight-sync.txt \
@@ -116,7 +118,7 @@ LABEL org.opencontainers.image.title="areal/weight-sync" \
       org.opencontainers.image.revision="${REVISION}"
 CMD ["areal-weight-sync", "--help"]
 
-# -- sandbox: control, and the program that makes boxes -------------------------------------------
+# -- sandbox: control and bubblewrap, the program that creates boxes ------------------------------
 FROM control-runtime AS sandbox
 USER root
 RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap \
@@ -190,7 +192,7 @@ FROM trainer AS dev
 COPY --from=store-packages /stores /opt/areal
 COPY --from=dev-packages /packages-dev /opt/areal
 COPY . /src
-# The checkout's own packages come before the installed ones.
+# The packages of the checkout take precedence over the installed ones.
 ENV PYTHONPATH=/src/services:/src HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
 WORKDIR /src
 HEALTHCHECK NONE

@@ -1,12 +1,13 @@
-# `make help` lists everything. Only `setup` downloads; all else works offline.
+# `make help` lists all targets. After `make setup` a target works offline, unless its help line says
+# that it downloads, installs or builds images.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
-# What .venv is made of: locks with hashes, written by `make lock`.
+# The packages of .venv, locked with hashes; `make lock` writes these files.
 LOCKS := $(patsubst %,requirements/%.txt,build control stores reward weight-sync inference trainer dev)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Many processes share few cores: one thread each.
+# Many processes share few cores, so each uses one thread.
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
@@ -22,13 +23,14 @@ help: ## Show this list
 
 setup: $(STAMP) ## Create .venv with everything that the other targets need (downloads once)
 
-# torch apart: its CPU build is not on PyPI. TORCH_INDEX names an index with the build that you want.
+# torch is installed separately: its CPU build is not on PyPI. Set TORCH_INDEX to a package index that
+# has the build that you want.
 $(STAMP): pyproject.toml $(LOCKS) requirements/torch-cpu.txt tools/install_torch.py tools/get_helm.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=…")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --no-deps --require-hashes $(addprefix -r ,$(LOCKS))
 	$(BIN)/python tools/install_torch.py requirements/torch-cpu.txt
-	@# The original project, or this one's former name: both have the same import package.
+	@# The original project, and earlier versions of this one, are named `areal` and have the same import package.
 	$(BIN)/python -m pip uninstall --quiet --yes areal 2>/dev/null
 	$(PIP) --no-deps --no-index --no-build-isolation --editable .
 	$(BIN)/python tools/get_helm.py $(BIN)
@@ -39,7 +41,7 @@ demo: $(STAMP) ## Train a tiny policy to add, on this machine's CPU
 
 ##@ Test
 
-# Two at a time, a file on one of them: much of a test is waiting for processes.
+# Two workers, each of which runs whole files: tests spend much of their time waiting for processes.
 test: $(STAMP) ## Run all tests that need no cluster
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
@@ -62,10 +64,10 @@ elastic: $(STAMP) ## Train while the number of servers changes (2, 4, 1, 3) and 
 elastic-sglang: $(STAMP) sglang ## Train on two real SGLang servers while a third joins and one is killed (ELASTIC_STEPS=160)
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest -q -s tests/chaos/test_elastic_sglang.py $(ARGS)
 
-e2e-kubernetes: $(STAMP) ## Install, train, scale, upgrade and kill pods on the cluster of KUBECONFIG (ARGS='--build --scarce')
+e2e-kubernetes: $(STAMP) ## Install, train, scale, upgrade and delete pods on the cluster of KUBECONFIG (ARGS='--build --scarce')
 	PYTHONPATH=services:. $(BIN)/python -m tests.kubernetes $(ARGS)
 
-fuzz: $(STAMP) ## Send malformed input to every RPC and endpoint, 50 times as much as make test (AREAL_FUZZ=50)
+fuzz: $(STAMP) ## Send malformed input to every RPC and endpoint, 50 times as much as `make test` does (AREAL_FUZZ=50)
 	AREAL_FUZZ=$${AREAL_FUZZ:-50} $(BIN)/python -m pytest tests/integration/test_fuzz_services.py tests/contract/test_store_fuzz.py $(ARGS)
 
 sglang: .venv-sglang/.set-up ## Install SGLang for CPUs into .venv-sglang (downloads 2.6 GB once)
@@ -101,7 +103,7 @@ test-verifiers: $(STAMP) ## Test environments of verifiers and OpenEnv, unmodifi
 	.venv-verifiers/bin/uv pip install -q --python .venv-verifiers/bin/python 'verifiers[openenv]==0.4.0'
 	AREAL_TEST_VERIFIERS=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/python -m pytest -q tests/integration/test_verifiers_env.py $(ARGS)
 
-test-liger: $(STAMP) ## Compare Liger's kernels with eager ones, on the CPU by Triton's interpreter (downloads them into build/liger)
+test-liger: $(STAMP) ## Compare Liger's kernels with eager ones, on the CPU with Triton's interpreter (downloads them into build/liger)
 	$(BIN)/python -m venv .venv-liger
 	.venv-liger/bin/pip install -q --no-deps --upgrade --target build/liger liger-kernel==0.8.5 triton==3.9.0
 	AREAL_TEST_LIGER=$(CURDIR)/build/liger $(BIN)/python -m pytest -q tests/unit/areal/engines/parallel/test_liger.py $(ARGS)
@@ -113,7 +115,7 @@ e2e-kubernetes-run: $(STAMP) ## Run `areal run --on kubernetes` on the cluster o
 	AREAL_TEST_KUBERNETES=1 $(BIN)/python -m pytest -q tests/e2e/test_kubernetes_run.py $(ARGS)
 
 .PHONY: test-trackers
-test-trackers: $(STAMP) ## Write to the experiment trackers, offline (their packages beside .venv, in build/trackers)
+test-trackers: $(STAMP) ## Test the experiment trackers in their offline modes (downloads their packages into build/trackers)
 	$(PIP) --no-deps --require-hashes --upgrade --target build/trackers -r requirements/trackers.txt
 	PYTHONPATH=build/trackers $(BIN)/python -m pytest -q tests/unit/areal/training/test_step_tracker.py $(ARGS)
 
@@ -133,7 +135,7 @@ bench: $(STAMP) ## Run all benchmarks; each also measures another program or a b
 scale: $(STAMP) ## Measure the control plane with 10, 100 and 1000 simulated servers (ARGS="1000x50000")
 	$(BIN)/python tools/scale_simulator.py $(ARGS)
 
-learn: $(STAMP) ## Do the runs that docs/learning.md lacks, two at a time, up to 10 minutes each (ARGS='grpo --seeds 0')
+learn: $(STAMP) ## Train the runs that docs/learning.md does not have yet, two at a time, up to 10 minutes each (ARGS='grpo --seeds 0')
 	PYTHONPATH=services:. $(BIN)/python -m tools.learn $(ARGS)
 
 examples: $(STAMP) ## Run each example in miniature (ARGS='dpo distill')
@@ -168,7 +170,7 @@ layout: $(STAMP) ## Check that every service has the same files
 
 ##@ Deploy
 
-# The index with your build of torch: TORCH_INDEX; another base: BASE_IMAGE (Debian, Python 3.11+).
+# TORCH_INDEX: the package index that has your build of torch. BASE_IMAGE: another base image (Debian, Python 3.11 or newer).
 images: ## Build the images areal/{stores,control,reward,weight-sync,sandbox,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
 	@for target in $(or $(IMAGES),stores control reward weight-sync sandbox inference-cpu trainer); do \
 		echo "== areal/$$target:$(or $(TAG),dev)"; \
@@ -178,7 +180,7 @@ images: ## Build the images areal/{stores,control,reward,weight-sync,sandbox,inf
 			$(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) . || exit 1; \
 	done
 
-e2e-compose: $(STAMP) ## Train with docker-compose.yaml in a fresh clone; scale and kill services (E2E_STEPS=400)
+e2e-compose: $(STAMP) ## Build images, train with docker-compose.yaml in a fresh clone, scale and kill services (E2E_STEPS=400)
 	$(BIN)/python -m pytest -q -s tests/e2e/compose $(ARGS)
 
 ##@ Generate
@@ -193,7 +195,7 @@ docs: $(STAMP) ## Generate configuration, api, algorithms, metrics and migration
 models: $(STAMP) ## Generate docs/models.md by trying every architecture of transformers (minutes)
 	PYTHONPATH=services $(BIN)/python tools/gen_models.py
 
-lock: build/lock/.set-up ## Lock requirements/*.txt with hashes, from pyproject.toml and PyPI (ARGS=--upgrade)
+lock: build/lock/.set-up ## Lock requirements/*.txt with hashes, from pyproject.toml; downloads from PyPI (ARGS=--upgrade)
 	PYTHONPATH=. build/lock/bin/python tools/lock.py $(ARGS)
 
 build/lock/.set-up: requirements/lock.txt

@@ -235,8 +235,8 @@ def test_census_when_done_then_its_report_counts_and_says_what_was_not_seen():
     )
     first, inside, outside, unmet = census.report()
     assert "2 pods were sampled 2 times; 2 connections of 2 kinds" in first
-    assert inside == "Inside the release: rollout -> buffer 50051."
-    assert outside == "From and to outside the release: (node) -> gateway 8080."
+    assert inside == "Connections inside the release: rollout -> buffer 50051."
+    assert outside == "Connections from and to the outside: (node) -> gateway 8080."
     assert "rollout -> trainer" in unmet
     assert "rollout -> buffer" not in unmet
 

@@ -122,8 +122,9 @@ def report(run: Run, began: float) -> str:
         )
     return (
         f"# Results of `make e2e-kubernetes{what}`\n\n"
-        f"The command wrote this page on {when}: {where}, load {load:.0f} at the end; {how}; "
-        f"{time.monotonic() - began:.0f} s in total.\n\n"
+        f"The command wrote this page on {when}.\n\n"
+        f"- Cluster: {where}; the load average was {load:.0f} at the end.\n"
+        f"- Run: {how}; {time.monotonic() - began:.0f} s in total.\n\n"
         f"| stage | time | result |\n|---|---|---|\n{rows}\n\n{notes}\n"
     )
 

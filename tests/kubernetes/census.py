@@ -198,9 +198,9 @@ class Census:
             f"Connections: {len(self.pods)} pods were sampled {self.looks} times; "
             f"{sum(self.kinds.values())} connections of {len(self.kinds)} kinds were seen, and a "
             "NetworkPolicy allows each of them.",
-            f"Inside the release: {', '.join(inside)}.",
-            f"From and to outside the release: {', '.join(through)}.",
-            f"Allowed, but not seen: {', '.join(unmet) or 'none'}.",
+            f"Connections inside the release: {', '.join(inside)}.",
+            f"Connections from and to the outside: {', '.join(through)}.",
+            f"Connections that are allowed, but were not seen: {', '.join(unmet) or 'none'}.",
         ]
 
 
