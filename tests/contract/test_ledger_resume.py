@@ -59,7 +59,7 @@ async def test_resume_when_below_what_is_kept_then_names_the_oldest(book: Book) 
     await book.store.commit(1, 4, 2)
     with pytest.raises(WrongStep, match="the oldest resumable step is 2"):
         await book.register(resume=1)
-    with pytest.raises(WrongStep, match="given out batches up to step 4 only"):
+    with pytest.raises(WrongStep, match="handed out batches only up to step 4"):
         await book.register(resume=5)
     assert await book.register(resume=2) == 2
 

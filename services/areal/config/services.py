@@ -61,7 +61,7 @@ class RolloutConfig:
     """Generation: how many groups run at once, and how stale they may become."""
 
     max_concurrent_rollouts: Annotated[int, Ge(1)] = 256
-    """Groups running at once, across all rollout workers."""
+    """Maximum number of groups that run at once, across all rollout workers."""
     max_head_offpolicyness: Annotated[int, Ge(0)] = 2
     """The staleness bound (eta), in policy versions. 0: generation and training take turns."""
     lease_ttl_s: Annotated[float, Gt(0)] = 30.0
@@ -71,9 +71,9 @@ class RolloutConfig:
     of the first inference server, and a server's update to a new version. A generation request also
     waits this long for a server with a recent enough version."""
     request_timeout_s: Annotated[float, Gt(0)] = 600.0
-    """Deadline, in seconds, for one generation request, from its first sending to its last token.
-    An episode may take 4 times this long. The trainer waits 3 times this long for a batch, then
-    exits with an error that names the cause."""
+    """Deadline, in seconds, for one generation request, including interruptions. An episode may
+    take 4 times this long. The trainer waits 3 times this long for a batch, then exits with an
+    error that names the cause."""
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     """The run stops if more than this share of its last 64 tasks failed because of the recipe, or
     if all of its first tasks (one batch, but at least 16 and at most 64) failed because of the
@@ -94,7 +94,7 @@ class RewardConfig:
     """Scoring: worker processes and their limits."""
 
     workers: Annotated[int, Ge(1)] = 1
-    """Worker processes per reward service."""
+    """Number of worker processes in each reward service."""
     timeout_s: Annotated[float, Gt(0)] = 10.0
     """Time limit for one call of the reward function, in seconds."""
     memory_mb: Annotated[int, Ge(64)] = 1024
@@ -161,8 +161,8 @@ class CheckpointConfig:
     freq_steps: Annotated[int, Ge(0)] = 20
     """Steps between checkpoints; each one commits its steps in the ledger. 0: only at the end."""
     keep: Annotated[int, Ge(1)] = 2
-    """Number of newest checkpoints to keep; the one with the best evaluation is kept too. One more
-    than this number of published versions is kept."""
+    """Number of newest checkpoints to keep. The checkpoint with the best evaluation is kept too. Of
+    the published versions, one more than this number is kept."""
     rollouts_gib: Annotated[float, Ge(0)] = 4.0
     """How many GiB of groups to keep in the run folder for `areal show` and `areal export`; the
     oldest steps are deleted first. 0 keeps none. If `weight_sync.path` is in an object store, the

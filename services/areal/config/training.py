@@ -207,7 +207,7 @@ class RefConfig(EngineConfig):
 
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """Decoupled PPO. `algorithm` sets the keys that make it GRPO, RLOO, ...; any can be set."""
+    """Decoupled PPO. `algorithm` sets the keys for GRPO, RLOO, ...; you can override each."""
 
     ppo_n_minibatches: Annotated[int, Gt(0)] = 1
     """Number of minibatches per batch, with one optimizer step for each."""
@@ -229,11 +229,11 @@ class PPOActorConfig(TrainEngineConfig):
     turns it off."""
     prox_logp_method: Literal["recompute", "loglinear", "unweighted", "behavior"] = "recompute"
     """The policy that the ratio is relative to, and whether tokens are weighted. `recompute`: the
-    policy at the start of the update; each token's weight exp(proximal - behavior), of its
-    logprobs, corrects for the policy's change since the token was sampled (decoupled PPO).
-    `loglinear`: the same, but with proximal logprobs interpolated by token version instead of an
-    extra forward pass. `unweighted`: the policy at the start of the update, without weights.
-    `behavior`: the policy that sampled the token, without weights (plain PPO)."""
+    policy at the start of the update (proximal policy). Each token has a weight, exp(proximal
+    logprob - behavior logprob), which corrects for the policy's change since the token was sampled
+    (decoupled PPO). `loglinear`: the same, but with proximal logprobs interpolated by token version
+    instead of an extra forward pass. `unweighted`: the policy at the start of the update, without
+    weights. `behavior`: the policy that sampled the token, without weights (plain PPO)."""
     behavior_weight_cap: Annotated[float | None, Gt(0)] = 5.0
     """Cap on the weight exp(proximal - behavior); `behavior_weight_mode` says what happens to a
     larger weight. null: no cap."""
@@ -267,8 +267,8 @@ class PPOActorConfig(TrainEngineConfig):
     one, or of equal rewards, the divisor is 1. Rewards before the last token are scaled in the same
     way."""
     kl_ctl: float = 0.0
-    """Weight of the KL penalty in the token rewards: between the policy at the start of the update
-    and the reference (`reference_logprobs`)."""
+    """Weight of the KL penalty in the token rewards. The penalty compares the policy at the start
+    of the update with the reference (`reference_logprobs`)."""
     kl_loss_ctl: Annotated[float, Ge(0)] = 0.0
     """Weight of the policy's KL divergence from the reference in the loss. The gradient is that of
     the divergence, no matter which estimator the metric uses."""

@@ -38,7 +38,7 @@ def test_doctor_when_there_is_no_recipe_then_the_first_argument_may_be_an_overri
 ) -> None:
     folder = tmp_path / "runs"
     ran = CliRunner().invoke(app, ["doctor", f"run_root={folder}", "gconfig.top_k=20", "--json"])
-    assert "gconfig.top_k 20: answers are drawn" in ran.stdout, ran.output
+    assert "gconfig.top_k 20: answers are sampled" in ran.stdout, ran.output
     assert str(folder) in ran.stdout
     refused = CliRunner().invoke(app, ["doctor", "endpoints.redis=redis://a:1", "sed=7"])
     assert refused.exit_code == 2

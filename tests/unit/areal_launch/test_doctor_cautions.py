@@ -13,7 +13,7 @@ def test_doctor_when_sampling_is_truncated_then_a_note_says_what_it_does(tmp_pat
         (
             ["gconfig.top_k=20"],
             CheckResult.NOTE,
-            "gconfig.top_k 20: answers are drawn",
+            "gconfig.top_k 20: answers are sampled",
         ),
     ):
         config = build_config(GRPOConfig, None, [f"run_root={tmp_path}", *overrides])

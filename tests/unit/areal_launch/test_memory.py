@@ -167,7 +167,7 @@ def test_doctor_when_a_rank_does_not_fit_then_missing_with_the_part_that_decides
     assert found["server memory"].verdict is CheckResult.OK
     assert found["engine"].verdict is CheckResult.NOTE, "no SGLang beside this environment"
     assert "make sglang-gpu" in found["engine"].fix
-    assert "each rank about" not in found["memory"].found
+    assert "each rank needs" not in found["memory"].found
     config.actor.gradient_checkpointing = False
     found = {each.name: each for each in examine_here(config, can_prepare=False)}
     assert found["trainer memory"].verdict is CheckResult.MISSING

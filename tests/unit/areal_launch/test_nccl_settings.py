@@ -58,10 +58,10 @@ def test_doctor_when_trainer_and_servers_have_other_versions_of_nccl_then_names_
     server = tmp_path / ".venv-sglang-gpu"
     (server / "bin").mkdir(parents=True)
     (server / "bin" / "python").touch()
-    assert "not known in this environment" in nccl_row(tmp_path).found
+    assert "the version in this environment is unknown" in nccl_row(tmp_path).found
     own = install(tmp_path / ".venv", "2.27.5")
     monkeypatch.setattr(sys, "path", [str(own), *sys.path])
-    assert "not known in the servers' environment" in nccl_row(tmp_path).found
+    assert "the version in the servers' environment is unknown" in nccl_row(tmp_path).found
     install(server, "2.28.3")
     row = nccl_row(tmp_path)
     assert row.verdict is CheckResult.NOTE

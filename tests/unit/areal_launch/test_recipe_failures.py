@@ -118,7 +118,7 @@ async def test_summary_when_the_run_was_stopped_then_cause_and_failures_are_in_i
     ]
     [line] = [text for label, text in summary_lines(summary) if label == "failed"]
     assert "areal dead-letters list" in line
-    assert "run the same command to retry them" in line
+    assert "run the same command again" in line
 
 
 @pytest.mark.parametrize(("pause", "words"), [(0.0, "no pause"), (0.012, "12 ms pause each")])

@@ -146,7 +146,7 @@ def test_continue_when_the_run_had_finished_then_its_figures_stay() -> None:
     assert [each["wall_s"] for each in again["invocations"]] == [729.0, 13.0]
     time = dict(summary_lines(again))["time"]
     assert "729 s" in time
-    assert "over 2 invocations; this one 13 s, no step: none remained" in time
+    assert "over 2 invocations; this one 13 s, no step, because none remained" in time
 
 
 def test_continue_when_interrupted_before_then_times_add_up() -> None:

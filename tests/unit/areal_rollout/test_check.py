@@ -157,7 +157,7 @@ EPISODE = "class Mine(Mine):\n    async def arun_episode(self, engine, data):\n 
             MINE + EPISODE + "t = await Mine.__mro__[1].arun_episode(self, engine, data)\n        "
             "t.loss_mask[:] = False\n        return t",
             "packing",
-            "loss_mask: it is False everywhere",
+            "loss_mask: False everywhere",
         ),
         ("def workflow_of(config): return Mine(object())\n", "workflow", "gconfig"),
         ("def workflow_of(config): return reward_fn\n", "workflow", "expected an object of a Roll"),

@@ -293,5 +293,5 @@ async def test_request_when_it_cannot_be_done_then_one_line_names_the_field(body
 
 async def test_key_when_wrong_then_refused():
     async with serving(Scripted()) as (url, *_), client(url, "sk-wrong") as llm:
-        with pytest.raises(openai.AuthenticationError, match="belongs to no session"):
+        with pytest.raises(openai.AuthenticationError, match="expected the key of an open session"):
             await llm.chat.completions.create(model="any", messages=[ASK])

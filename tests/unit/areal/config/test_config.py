@@ -41,7 +41,10 @@ def test_build_config_when_file_and_override_then_override_wins(tmp_path):
         ("weight_sync.interrupt=maybe", ["weight_sync.interrupt", "maybe", "in_place"]),
         ("rollout.max_head_offpolicyness=-1", ["max_head_offpolicyness", "-1", "0 or more"]),
         ("actor.eps_clip=7", ["actor.eps_clip 7.0", "1 or less"]),
-        ("ref.optimizer.lr=1e-5", ["ref.optimizer", "ref is frozen and computes as actor does"]),
+        (
+            "ref.optimizer.lr=1e-5",
+            ["ref.optimizer", "ref is frozen and uses the settings of actor"],
+        ),
         ("ref={path: x, optimizer: {lr: 1e-5}}", ["ref.optimizer", "ref is frozen"]),
         ("ref.gradient_checkpointing=true", ["ref.gradient_checkpointing", "ref is frozen"]),
         ("gconfig.temperature=0", ["gconfig.temperature 0.0", "temperature > 0", "evaluation"]),

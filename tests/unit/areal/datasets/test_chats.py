@@ -94,7 +94,7 @@ def test_chat_when_no_turn_is_the_assistants_then_refused(tokenizer) -> None:
 
 
 def test_chat_when_text_holds_the_mark_then_refused() -> None:
-    with pytest.raises(InvalidInput, match="a character that marks"):
+    with pytest.raises(InvalidInput, match="no character that marks"):
         chat_unit(with_template(MARKED), [*CHAT[:4], {"role": "assistant", "content": "\ufdd0x"}])
 
 

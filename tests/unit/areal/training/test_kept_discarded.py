@@ -161,7 +161,10 @@ def test_show_when_groups_were_discarded_then_they_are_counted_listed_and_shown(
     writer.close()
     show(str(run), "", None, as_json=False)
     out = capsys.readouterr().out
-    assert "not trained on before this step: 2 groups: 1 rejected (all samples have the same" in out
+    assert (
+        "2 groups were not trained on before this step: 1 rejected (all samples have the same"
+        in out
+    )
     show(str(run), "", None, discarded=True, as_json=False)
     out = capsys.readouterr().out
     assert "2 groups ended without being trained on before step 2 took its batch" in out

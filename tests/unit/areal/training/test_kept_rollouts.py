@@ -385,7 +385,9 @@ def test_export_when_for_sft_or_preferences_then_groups_of_equal_rewards_are_lef
 def test_export_when_asked_wrongly_then_one_line(run, tmp_path):
     with pytest.raises(InvalidInput, match=r"expected a name that ends in \.parquet or \.jsonl"):
         export(str(run), tmp_path / "x.csv", "rows", None, None)
-    with pytest.raises(InvalidInput, match="steps 5 to 2: expected steps from 1 to 2"):
+    with pytest.raises(
+        InvalidInput, match="steps 5 to 2: none is kept, expected steps from 1 to 2"
+    ):
         export(str(run), tmp_path / "x.jsonl", "rows", 5, None)
     with pytest.raises(NotFound):
         export(str(tmp_path / "nowhere"), tmp_path / "x.jsonl", "rows", None, None)
@@ -394,7 +396,7 @@ def test_export_when_asked_wrongly_then_one_line(run, tmp_path):
 
 def test_show_when_pyarrow_is_not_installed_then_one_line(run, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(InvalidInput, match="cannot read rollouts; pip install pyarrow"):
+    with pytest.raises(InvalidInput, match="pyarrow is not installed: pip install pyarrow"):
         show(str(run), "", None, as_json=False)
 
 
