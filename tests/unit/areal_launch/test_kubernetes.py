@@ -390,7 +390,7 @@ def test_doctor_when_things_are_missing_then_each_line_says_how_to_get_them(
     assert "roles" in missing["permissions"].found
     assert missing["storage class"].found == "no default storage class"
     assert "areal/control" in missing["images"].found
-    assert missing["GPUs"].found == "0 nvidia.com/gpu of 5"
+    assert missing["GPUs"].found == "nvidia.com/gpu: 5 requested, 0 on the nodes"
     assert "mine" in missing["secrets"].found
     assert "0.1 free" in missing["quota"].found
     assert findings["network"].verdict is CheckResult.NOTE

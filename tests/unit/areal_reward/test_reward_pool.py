@@ -246,7 +246,7 @@ async def test_pool_when_draining_then_accepted_finish_and_new_are_refused():
         await asyncio.sleep(0)
         draining = asyncio.create_task(rig.pool.drain())
         await asyncio.sleep(0)
-        with pytest.raises(Unavailable, match="draining"):
+        with pytest.raises(Unavailable, match="shutting down"):
             await rig.score("2")
         assert not draining.done()
         gate.set()

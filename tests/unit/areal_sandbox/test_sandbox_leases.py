@@ -143,5 +143,5 @@ async def test_drain_when_boxes_are_lent_then_all_end_and_no_more_are_lent() -> 
         await leases.drain()
         assert not lease.box.running
         for call in (leases.create(Limits()), leases.once("1", [], {}, "", Limits())):
-            with pytest.raises(Unavailable, match="draining"):
+            with pytest.raises(Unavailable, match="shutting down"):
                 await call

@@ -263,7 +263,7 @@ async def test_reward_when_posted_then_for_all_or_for_one_answer():
         await llm.post("/reward", body={"reward": 0.25, "completion_id": first.id}, cast_to=object)
         await llm.post("/reward", body={"reward": 1}, cast_to=object)
         body = {"reward": 1, "completion_id": "chatcmpl-s0-9"}
-        with pytest.raises(openai.NotFoundError, match="the session has 2"):
+        with pytest.raises(openai.NotFoundError, match="the session has only 2"):
             await llm.post("/reward", body=body, cast_to=object)
         [trajectory] = calls.merged(session.calls.outcome).trajectories
     assert [r for r in trajectory.rewards.tolist() if r] == [0.25, 1.0]
