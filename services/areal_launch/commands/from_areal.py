@@ -15,13 +15,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal.config.experiment import GRPOConfig, build_config
+from areal.config.training import AdvantageNorm, RewardNorm
 from areal.errors import ArealError, ConfigError
 
 # AReaL 1.0.4's defaults that are not ours.
@@ -105,7 +106,9 @@ def _name(key: str) -> Rule:
     return Rule(f"`{key}`, in lower-case letters, digits and dashes", apply)
 
 
-def _norm(key: str, examples: str) -> Rule:
+def _norm(key: str, norm: Any, examples: str) -> Rule:
+    """`norm` is the `Literal` of the values that our key takes."""
+
     def apply(out: Converted, value: Mapping[str, Any] | bool | None) -> None:
         if isinstance(value, bool):  # AReaLite had a switch
             value = {} if value else None
@@ -121,7 +124,11 @@ def _norm(key: str, examples: str) -> Rule:
             if value.get(name, usual) != usual:
                 out.note(f"{key}.{name}", "has one value for all runs")
         std = value.get("std_level", "batch") or "none"
-        out.keys[key] = None if mean == std == "none" else f"{mean}/{std}"
+        ours = None if mean == std == "none" else f"{mean}/{std}"
+        if ours is not None and ours not in get_args(norm):
+            out.note(f"{key} {ours}", f"has no counterpart and is off; there are {examples}")
+            ours = None
+        out.keys[key] = ours
 
     return Rule(f"`{key}` as MEAN/STD: {examples}", apply)
 
@@ -288,9 +295,13 @@ RULES: dict[str, str | Rule] = {
         "`weight_sync.transport`: `disk` for AReaL's `disk`, `distributed` for its other modes",
         _transport,
     ),
-    "actor.reward_norm": _norm("actor.reward_norm", "`group/group`, `leave1out/none`, …"),
+    "actor.reward_norm": _norm(
+        "actor.reward_norm", RewardNorm, "`group/group`, `leave1out/none`, …"
+    ),
     "actor.group_reward_norm": Rule("`actor.reward_norm: group/group`", _group_reward_norm),
-    "actor.adv_norm": _norm("actor.adv_norm", "`batch/batch`, `batch/none` or `none/batch`"),
+    "actor.adv_norm": _norm(
+        "actor.adv_norm", AdvantageNorm, "`batch/batch`, `batch/none` or `none/batch`"
+    ),
     "actor.reward_bias": _if_set("actor.reward_bias", "the reward function adds it"),
     "actor.use_decoupled_loss": Rule(
         "`actor.prox_logp_method`: `recompute` or `loglinear` for true, `unweighted` or "

@@ -127,6 +127,13 @@ def test_norm_when_converted_then_mean_and_std_are_two_words(theirs: str, ours: 
     assert keys_of(f"actor: {{reward_norm: {theirs}}}")["actor.reward_norm"] == ours
 
 
+@pytest.mark.parametrize("level", ["mean_level: group", "mean_level: null, std_level: group"])
+def test_advantage_norm_when_it_is_not_over_the_batch_then_a_comment_says_so(level: str) -> None:
+    found = converted(f"actor: {{adv_norm: {{{level}}}}}")
+    assert found.keys["actor.adv_norm"] is None
+    assert "actor.adv_norm" in str(found.notes)
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
