@@ -713,7 +713,7 @@ class RegisterTrainerRequest(_message.Message):
     batch_size: _builtins.int
     """Groups per train step (B)."""
     max_head_offpolicyness: _builtins.int
-    """The staleness bound (eta)."""
+    """The staleness bound (eta), in versions."""
     max_concurrent_rollouts: _builtins.int
     recipe_digest: _builtins.str
     """Digest of its recipe; may be empty. Tasks of this trial's earlier trainers run with this recipe
@@ -783,7 +783,9 @@ class TakeBatchRequest(_message.Message):
     step: _builtins.int
     """Finished steps + 1."""
     with_groups: _builtins.bool
-    """Whether the response includes the first groups, which a lone rank would fetch next."""
+    """Whether the response includes the first groups, so that a trainer with one rank need not fetch
+    them.
+    """
     refill_below: _builtins.int
     """Answer `waiting` at once if fewer train tasks than this are queued and more may come (not
     sealed), so that the trainer can submit rows. 0: keep waiting.
@@ -1003,8 +1005,8 @@ class FetchDiscardedRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
-    """Selects what ended after the previous step's batch was taken and before this step's batch was;
-    for the next step to take, until now.
+    """Selects what ended between the taking of the previous step's batch and the taking of this
+    step's batch, or, if this step's batch has not been taken yet, until now.
     """
     start: _builtins.int
     """Number of entries to skip."""
@@ -1039,7 +1041,7 @@ class Discarded(_message.Message):
     """rejected, expired, dead_lettered, cancelled; too_stale: it was queued again."""
     reason: _builtins.str
     group: _builtins.bytes
-    """The group, as in FetchGroups. Empty: there was none, or there was no room for it."""
+    """The group, as in FetchGroups. Empty: there was none, or no room to keep it."""
     def __init__(
         self,
         *,
@@ -1553,7 +1555,7 @@ class OpenSessionRequest(_message.Message):
     """Random bytes from which the caller derived the keys, at most 64; may be empty."""
     @_builtins.property
     def task(self) -> _trajectory_pb2.Task:
-        """Its workflow is only shown to people. Only `idle` makes it expire."""
+        """The workflow of this task is only shown to people. The task expires only because of `idle`."""
 
     @_builtins.property
     def key_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1585,7 +1587,7 @@ class OpenSessionResponse(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     salt: _builtins.bytes
-    """That of the request which opened the session: its keys are the valid ones."""
+    """The salt of the request that opened the session. Only keys derived from it are valid."""
     def __init__(
         self,
         *,
@@ -1612,7 +1614,7 @@ class GetSessionRequest(_message.Message):
     """From 0."""
     @_builtins.property
     def known(self) -> Global___SessionKnown:
-        """Absent: the reader does not have any calls yet."""
+        """The calls that the reader has already. Absent: none."""
 
     def __init__(
         self,
@@ -1874,7 +1876,7 @@ class GetSessionResponse(_message.Message):
 
     @_builtins.property
     def idle(self) -> _duration_pb2.Duration:
-        """The session expires when nothing comes for so long."""
+        """The session expires if its agent makes no call for this long."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class BufferServiceStub:
-    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    """The ledger, the only authority on tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
     lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
     metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.
@@ -161,7 +161,7 @@ class BufferServiceStub:
 
 
 class BufferServiceServicer:
-    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    """The ledger, the only authority on tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
     lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
     metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.
@@ -480,7 +480,7 @@ def add_BufferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BufferService:
-    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    """The ledger, the only authority on tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
     lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
     metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.

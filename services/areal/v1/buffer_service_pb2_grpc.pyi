@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class BufferServiceStub:
-    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    """The ledger, the only authority on tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
     lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
     metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.
@@ -112,7 +112,7 @@ class BufferServiceStub:
 
 @_typing.type_check_only
 class BufferServiceAsyncStub(BufferServiceStub):
-    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    """The ledger, the only authority on tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
     lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
     metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.
@@ -193,7 +193,7 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """
 
 class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The ledger, the only authority over tasks, leases, batches and staleness. All state is in Redis.
+    """The ledger, the only authority on tasks, leases, batches and staleness. All state is in Redis.
     Errors: INVALID_ARGUMENT for malformed input; FAILED_PRECONDITION for a stale incarnation, a lost
     lease or a wrong step; RESOURCE_EXHAUSTED at a memory limit, with the time to wait (trailing
     metadata retry-after, in seconds); UNAVAILABLE if Redis does not answer: retry the call.

@@ -56,7 +56,7 @@ Global___ServerState: _TypeAlias = ServerState  # noqa: Y015
 
 @_typing.final
 class WeightFile(_message.Message):
-    """One file of a version on a volume that all servers mount."""
+    """One file of a version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -64,7 +64,7 @@ class WeightFile(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Relative to PolicyVersion.path."""
+    """File name, relative to PolicyVersion.path."""
     size_bytes: _builtins.int
     digest: _builtins.str
     """The xxh3-128 of the file, in hex; for a safetensors file, of its header and its tensors'
@@ -167,7 +167,7 @@ class PolicyVersion(_message.Message):
     incarnation: _builtins.int
     """The incarnation of the trainer that published it; 0 for the configured model."""
     path: _builtins.str
-    """A Hugging Face model directory."""
+    """A Hugging Face model directory: an absolute path, or an address in an object store (s3://…)."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightFile]: ...
     @_builtins.property

@@ -21,7 +21,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SandboxLimits(_message.Message):
-    """What commands may use, all processes of a box together; zero: the default."""
+    """What the commands in a box may use; a field that is 0 takes the default. The limits on memory and
+    processes are for all processes of the box together.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -32,15 +34,15 @@ class SandboxLimits(_message.Message):
     DISK_MB_FIELD_NUMBER: _builtins.int
     CPU_SECONDS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
-    """Of a command, wall time."""
+    """Wall time of a command."""
     memory_mb: _builtins.int
     processes: _builtins.int
     output_kb: _builtins.int
-    """Of a command, stdout and stderr together."""
+    """Stdout and stderr of a command, together."""
     disk_mb: _builtins.int
-    """Of /tmp, and as much of /dev/shm."""
+    """Size of /tmp; /dev/shm has the same size."""
     cpu_seconds: _builtins.float
-    """Of CPU time, each process."""
+    """CPU time of each process."""
     def __init__(
         self,
         *,
@@ -111,15 +113,15 @@ class CreateSandboxRequest(_message.Message):
     def limits(self) -> Global___SandboxLimits: ...
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """Until the box is destroyed, unless KeepSandbox puts that off; none: five minutes."""
+        """Time until the box is destroyed, unless KeepSandbox postpones that. Absent: five minutes."""
 
     @_builtins.property
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Variables of every command in it."""
+        """Environment variables of every command in the box."""
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """For people and metrics; returned as it is."""
+        """For people and metrics; returned unchanged."""
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class CreateSandboxResponse(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     address: _builtins.str
-    """host:port of the process that has the box: every call about it goes there."""
+    """host:port of the process that has the box; send every call about the box there."""
     def __init__(
         self,
         *,
@@ -169,7 +171,7 @@ class KeepSandboxRequest(_message.Message):
     sandbox_id: _builtins.str
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """From now; none: five minutes."""
+        """Time from now. Absent: five minutes."""
 
     def __init__(
         self,
@@ -225,7 +227,7 @@ class KillSandboxResponse(_message.Message):
 
     KILLED_FIELD_NUMBER: _builtins.int
     killed: _builtins.bool
-    """False: there was no such box (any more)."""
+    """False: there is no such box, or it has ended already."""
     def __init__(
         self,
         *,
@@ -293,14 +295,14 @@ class RunCommandRequest(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
-    """Empty: a box for this command alone."""
+    """Empty: a new box for this command alone."""
     code: _builtins.str
-    """Python source, run as __main__; or argv."""
+    """Python source, run as __main__. Set either this or argv."""
     stdin: _builtins.bytes
     keep_stdin: _builtins.bool
-    """More will come by SendInput."""
+    """Whether SendInput will add to stdin. False: stdin ends after `stdin`."""
     folder: _builtins.str
-    """Its current folder, absolute or below the box's; empty: the box's."""
+    """The command's working folder, absolute or relative to the box's folder; empty: the latter."""
     @_builtins.property
     def argv(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """A command and its arguments."""
@@ -309,11 +311,11 @@ class RunCommandRequest(_message.Message):
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def limits(self) -> Global___SandboxLimits:
-        """Of this command in a lent box: seconds and output_kb; in one of its own: all."""
+        """The limits of this command. In a lent box, only seconds and output_kb have an effect."""
 
     @_builtins.property
     def files(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Text files to write first, by name."""
+        """Text files to write before the command starts: name to content."""
 
     def __init__(
         self,
@@ -338,7 +340,7 @@ Global___RunCommandRequest: _TypeAlias = RunCommandRequest  # noqa: Y015
 
 @_typing.final
 class RunCommandResponse(_message.Message):
-    """The first has the pid, the last has `ended`."""
+    """The last message has `ended`. In a lent box, the first message has the pid."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -347,7 +349,7 @@ class RunCommandResponse(_message.Message):
     STDERR_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
-    """In the box; for SendInput."""
+    """Process id in the box, for SendInput."""
     stdout: _builtins.bytes
     stderr: _builtins.bytes
     @_builtins.property
@@ -377,14 +379,14 @@ class CommandEnd(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     exit_code: _builtins.int
-    """128 and a signal's number if one ended it."""
+    """128 plus the signal's number if a signal ended the command."""
     cause: _builtins.str
-    """The limit that ended it: time, memory, processes, output, cpu; killed: its box was ended.
-    Empty: it ended by itself.
+    """The limit that ended the command: time, memory, processes, output or cpu; killed if its box was
+    ended. Empty: the command ended by itself.
     """
     seconds: _builtins.float
     memory: _builtins.int
-    """Peak in bytes of all that ran in the box, as sampled."""
+    """Peak memory of all processes in the box, in bytes, as sampled."""
     def __init__(
         self,
         *,
@@ -413,7 +415,7 @@ class SendInputRequest(_message.Message):
     pid: _builtins.int
     data: _builtins.bytes
     eof: _builtins.bool
-    """No more will come."""
+    """Whether this is the end of the input."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SandboxServiceStub:
-    """Lends boxes in which code runs that no one trusts, each for a time.
+    """Lends boxes in which untrusted code runs, each for a limited time.
     """
 
     def __init__(self, channel):
@@ -83,32 +83,33 @@ class SandboxServiceStub:
 
 
 class SandboxServiceServicer:
-    """Lends boxes in which code runs that no one trusts, each for a time.
+    """Lends boxes in which untrusted code runs, each for a limited time.
     """
 
     def CreateSandbox(self, request, context):
-        """Lends a box. RESOURCE_EXHAUSTED with retry-after: all are lent.
+        """Lends a box. RESOURCE_EXHAUSTED, with retry-after, if all are lent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def KeepSandbox(self, request, context):
-        """Puts the end of a lease off.
+        """Postpones the end of a lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def KillSandbox(self, request, context):
-        """Ends a lease: all that runs in its box, and its files.
+        """Ends a lease: kills all processes in its box and deletes its files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RunCommand(self, request, context):
-        """Runs a command, in a lent box or in one of its own. It ends with the call.
+        """Runs a command in a lent box, or in a new box for this command alone. If the call ends, so does
+        the command.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,7 +129,7 @@ class SandboxServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WriteFile(self, request, context):
-        """Writes a whole file; folders above it are made.
+        """Writes a whole file, and creates missing folders above it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +142,7 @@ class SandboxServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RemoveFile(self, request, context):
-        """Removes a file, or a folder with all in it.
+        """Removes a file, or a folder with everything in it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +205,7 @@ def add_SandboxServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SandboxService:
-    """Lends boxes in which code runs that no one trusts, each for a time.
+    """Lends boxes in which untrusted code runs, each for a limited time.
     """
 
     @staticmethod

@@ -27,53 +27,57 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SandboxServiceStub:
-    """Lends boxes in which code runs that no one trusts, each for a time."""
+    """Lends boxes in which untrusted code runs, each for a limited time."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SandboxServiceAsyncStub: ...
     CreateSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.CreateSandboxRequest, _sandbox_service_pb2.CreateSandboxResponse]
-    """Lends a box. RESOURCE_EXHAUSTED with retry-after: all are lent."""
+    """Lends a box. RESOURCE_EXHAUSTED, with retry-after, if all are lent."""
     KeepSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.KeepSandboxRequest, _sandbox_service_pb2.KeepSandboxResponse]
-    """Puts the end of a lease off."""
+    """Postpones the end of a lease."""
     KillSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.KillSandboxRequest, _sandbox_service_pb2.KillSandboxResponse]
-    """Ends a lease: all that runs in its box, and its files."""
+    """Ends a lease: kills all processes in its box and deletes its files."""
     RunCommand: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.RunCommandRequest, _sandbox_service_pb2.RunCommandResponse]
-    """Runs a command, in a lent box or in one of its own. It ends with the call."""
+    """Runs a command in a lent box, or in a new box for this command alone. If the call ends, so does
+    the command.
+    """
     SendInput: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.SendInputRequest, _sandbox_service_pb2.SendInputResponse]
     """Adds to the standard input of a running command."""
     ReadFile: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ReadFileRequest, _sandbox_service_pb2.ReadFileResponse]
     WriteFile: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.WriteFileRequest, _sandbox_service_pb2.WriteFileResponse]
-    """Writes a whole file; folders above it are made."""
+    """Writes a whole file, and creates missing folders above it."""
     ListFiles: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListFilesRequest, _sandbox_service_pb2.ListFilesResponse]
     RemoveFile: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.RemoveFileRequest, _sandbox_service_pb2.RemoveFileResponse]
-    """Removes a file, or a folder with all in it."""
+    """Removes a file, or a folder with everything in it."""
 
 @_typing.type_check_only
 class SandboxServiceAsyncStub(SandboxServiceStub):
-    """Lends boxes in which code runs that no one trusts, each for a time."""
+    """Lends boxes in which untrusted code runs, each for a limited time."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.CreateSandboxRequest, _sandbox_service_pb2.CreateSandboxResponse]  # type: ignore[assignment]
-    """Lends a box. RESOURCE_EXHAUSTED with retry-after: all are lent."""
+    """Lends a box. RESOURCE_EXHAUSTED, with retry-after, if all are lent."""
     KeepSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.KeepSandboxRequest, _sandbox_service_pb2.KeepSandboxResponse]  # type: ignore[assignment]
-    """Puts the end of a lease off."""
+    """Postpones the end of a lease."""
     KillSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.KillSandboxRequest, _sandbox_service_pb2.KillSandboxResponse]  # type: ignore[assignment]
-    """Ends a lease: all that runs in its box, and its files."""
+    """Ends a lease: kills all processes in its box and deletes its files."""
     RunCommand: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.RunCommandRequest, _sandbox_service_pb2.RunCommandResponse]  # type: ignore[assignment]
-    """Runs a command, in a lent box or in one of its own. It ends with the call."""
+    """Runs a command in a lent box, or in a new box for this command alone. If the call ends, so does
+    the command.
+    """
     SendInput: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.SendInputRequest, _sandbox_service_pb2.SendInputResponse]  # type: ignore[assignment]
     """Adds to the standard input of a running command."""
     ReadFile: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ReadFileRequest, _sandbox_service_pb2.ReadFileResponse]  # type: ignore[assignment]
     WriteFile: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.WriteFileRequest, _sandbox_service_pb2.WriteFileResponse]  # type: ignore[assignment]
-    """Writes a whole file; folders above it are made."""
+    """Writes a whole file, and creates missing folders above it."""
     ListFiles: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListFilesRequest, _sandbox_service_pb2.ListFilesResponse]  # type: ignore[assignment]
     RemoveFile: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.RemoveFileRequest, _sandbox_service_pb2.RemoveFileResponse]  # type: ignore[assignment]
-    """Removes a file, or a folder with all in it."""
+    """Removes a file, or a folder with everything in it."""
 
 class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Lends boxes in which code runs that no one trusts, each for a time."""
+    """Lends boxes in which untrusted code runs, each for a limited time."""
 
     @_abc_1.abstractmethod
     def CreateSandbox(
@@ -81,7 +85,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.CreateSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.CreateSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.CreateSandboxResponse]]:
-        """Lends a box. RESOURCE_EXHAUSTED with retry-after: all are lent."""
+        """Lends a box. RESOURCE_EXHAUSTED, with retry-after, if all are lent."""
 
     @_abc_1.abstractmethod
     def KeepSandbox(
@@ -89,7 +93,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.KeepSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.KeepSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.KeepSandboxResponse]]:
-        """Puts the end of a lease off."""
+        """Postpones the end of a lease."""
 
     @_abc_1.abstractmethod
     def KillSandbox(
@@ -97,7 +101,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.KillSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.KillSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.KillSandboxResponse]]:
-        """Ends a lease: all that runs in its box, and its files."""
+        """Ends a lease: kills all processes in its box and deletes its files."""
 
     @_abc_1.abstractmethod
     def RunCommand(
@@ -105,7 +109,9 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.RunCommandRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.RunCommandResponse], _abc.AsyncIterator[_sandbox_service_pb2.RunCommandResponse]]:
-        """Runs a command, in a lent box or in one of its own. It ends with the call."""
+        """Runs a command in a lent box, or in a new box for this command alone. If the call ends, so does
+        the command.
+        """
 
     @_abc_1.abstractmethod
     def SendInput(
@@ -128,7 +134,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.WriteFileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.WriteFileResponse, _abc.Awaitable[_sandbox_service_pb2.WriteFileResponse]]:
-        """Writes a whole file; folders above it are made."""
+        """Writes a whole file, and creates missing folders above it."""
 
     @_abc_1.abstractmethod
     def ListFiles(
@@ -143,6 +149,6 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.RemoveFileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.RemoveFileResponse, _abc.Awaitable[_sandbox_service_pb2.RemoveFileResponse]]:
-        """Removes a file, or a folder with all in it."""
+        """Removes a file, or a folder with everything in it."""
 
 def add_SandboxServiceServicer_to_server(servicer: SandboxServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -62,7 +62,7 @@ class BroadcastOffer(_message.Message):
     backend: _builtins.str
     """gloo or nccl."""
     group: _builtins.str
-    """The group that the last broadcast left intact."""
+    """The group that the last broadcast left intact; empty: none."""
     def __init__(
         self,
         *,

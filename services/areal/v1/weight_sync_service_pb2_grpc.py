@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WeightSyncServiceStub:
-    """Policy versions, and which inference server serves which.
+    """Policy versions, and which of them each inference server serves.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class WeightSyncServiceStub:
 
 
 class WeightSyncServiceServicer:
-    """Policy versions, and which inference server serves which.
+    """Policy versions, and which of them each inference server serves.
     """
 
     def PublishVersion(self, request, context):
@@ -106,8 +106,8 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RegisterServer(self, request, context):
-        """Adds a server (in a local stack and in tests; Kubernetes discovers its servers). Idempotent by
-        url.
+        """Adds a server, such as one of a local stack; on Kubernetes, weight-sync discovers servers by
+        itself. Idempotent by url.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,7 +175,7 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService:
-    """Policy versions, and which inference server serves which.
+    """Policy versions, and which of them each inference server serves.
     """
 
     @staticmethod

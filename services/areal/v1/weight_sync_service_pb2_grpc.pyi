@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WeightSyncServiceStub:
-    """Policy versions, and which inference server serves which."""
+    """Policy versions, and which of them each inference server serves."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,8 +44,8 @@ class WeightSyncServiceStub:
     ListServers: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ListServersRequest, _weight_sync_service_pb2.ListServersResponse]
     """Returns every known server."""
     RegisterServer: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.RegisterServerRequest, _weight_sync_service_pb2.RegisterServerResponse]
-    """Adds a server (in a local stack and in tests; Kubernetes discovers its servers). Idempotent by
-    url.
+    """Adds a server, such as one of a local stack; on Kubernetes, weight-sync discovers servers by
+    itself. Idempotent by url.
     """
     DrainServer: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.DrainServerRequest, _weight_sync_service_pb2.DrainServerResponse]
     """Stops new traffic to a server, and forgets it when its requests have ended or the deadline has
@@ -56,7 +56,7 @@ class WeightSyncServiceStub:
 
 @_typing.type_check_only
 class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
-    """Policy versions, and which inference server serves which."""
+    """Policy versions, and which of them each inference server serves."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PublishVersion: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.PublishVersionRequest, _weight_sync_service_pb2.PublishVersionResponse]  # type: ignore[assignment]
@@ -70,8 +70,8 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     ListServers: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ListServersRequest, _weight_sync_service_pb2.ListServersResponse]  # type: ignore[assignment]
     """Returns every known server."""
     RegisterServer: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.RegisterServerRequest, _weight_sync_service_pb2.RegisterServerResponse]  # type: ignore[assignment]
-    """Adds a server (in a local stack and in tests; Kubernetes discovers its servers). Idempotent by
-    url.
+    """Adds a server, such as one of a local stack; on Kubernetes, weight-sync discovers servers by
+    itself. Idempotent by url.
     """
     DrainServer: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.DrainServerRequest, _weight_sync_service_pb2.DrainServerResponse]  # type: ignore[assignment]
     """Stops new traffic to a server, and forgets it when its requests have ended or the deadline has
@@ -81,7 +81,7 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     """Reports that a client saw a server fail; weight-sync probes it at once."""
 
 class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Policy versions, and which inference server serves which."""
+    """Policy versions, and which of them each inference server serves."""
 
     @_abc_1.abstractmethod
     def PublishVersion(
@@ -123,8 +123,8 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_sync_service_pb2.RegisterServerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_sync_service_pb2.RegisterServerResponse, _abc.Awaitable[_weight_sync_service_pb2.RegisterServerResponse]]:
-        """Adds a server (in a local stack and in tests; Kubernetes discovers its servers). Idempotent by
-        url.
+        """Adds a server, such as one of a local stack; on Kubernetes, weight-sync discovers servers by
+        itself. Idempotent by url.
         """
 
     @_abc_1.abstractmethod
