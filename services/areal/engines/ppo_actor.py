@@ -33,8 +33,8 @@ class FSDPPPOActor:
 
     It resumes from the run's newest checkpoint. Every rank calls the same methods in the same
     order. `FSDPPPOActor(config.ref)` is a frozen reference model instead: it is loaded from its own
-    path whenever the run starts, and is never part of a checkpoint or published. With `actor.lora`
-    and no `ref.path` the reference is the actor without its adapters.
+    path whenever the run starts. It is never published, and never part of a checkpoint. With
+    `actor.lora` and no `ref.path` the reference is the actor without its adapters.
 
     Example:
         >>> actor = FSDPPPOActor(config.actor)
