@@ -84,7 +84,7 @@ sglang-gpu: .venv-sglang-gpu/.set-up ## Install SGLang for GPUs into .venv-sglan
 	@touch $@
 
 test-sglang: $(STAMP) sglang ## Run the engines' conformance suite on the CPU engine and on real SGLang
-	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py tests/integration/test_agent_sessions.py $(ARGS)
+	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py tests/integration/test_agent_sessions.py tests/integration/test_gateway_engines.py $(ARGS)
 
 test-harness: $(STAMP) ## Test mini-swe-agent, Claude Code and Codex, unmodified, as agents (downloads them into .venv-harness)
 	$(BIN)/python -m venv .venv-harness

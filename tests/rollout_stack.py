@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -161,7 +161,12 @@ class Stack:
 
 @contextmanager
 def start_stack(
-    folder: Path, *, servers: int = 2, redis: str = "", **rollout: object
+    folder: Path,
+    *,
+    servers: int = 2,
+    redis: str = "",
+    adjust: Callable[[GRPOConfig], None] | None = None,
+    **rollout: object,
 ) -> Iterator[Stack]:
     """Everything but a rollout service.
 
@@ -169,6 +174,8 @@ def start_stack(
         folder: For files, stores and logs.
         servers: Inference servers, with one tiny model.
         redis: URL of a store that is there already; empty: one of its own.
+        adjust: Changes the configuration before anything starts. It may append the URLs of
+            inference servers that run already.
         **rollout: Values of the configuration's rollout section.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,10 +191,12 @@ def start_stack(
         for name in ("buffer", "reward", "weight_sync", "rollout"):
             setattr(config.endpoints, name, f"127.0.0.1:{free_port()}")
         config.endpoints.inference = [f"http://127.0.0.1:{free_port()}" for _ in range(servers)]
+        if adjust is not None:
+            adjust(config)
         whole = Stack(folder, config)
         save_config(config, whole.config_file)
         stack.callback(whole.close)
-        for index, url in enumerate(config.endpoints.inference):
+        for index, url in enumerate(config.endpoints.inference[:servers]):
             whole.inference(f"inference-{index}", url)
         for name in ("buffer", "reward", "weight_sync"):
             whole.service(name, getattr(config.endpoints, name))
