@@ -70,7 +70,7 @@ def test_assign_when_several_nodes_then_servers_have_nodes_of_their_own() -> Non
     assert {node.gpus for node in placement.trainer} == {tuple(range(8))}
     placed = [(node.name, node.gpus) for node in placement.inference]
     assert placed == [("n2", (0, 1, 2, 3)), ("n2", (4, 5, 6, 7)), ("n3", (0, 1, 2, 3))]
-    with pytest.raises(CannotStart, match=r"takes 4 nodes .* the job has 3"):
+    with pytest.raises(CannotStart, match=r"needs 4 nodes .* the job has 3"):
         assign(config, NODES[:3], EVERYWHERE)
 
 
