@@ -1,14 +1,14 @@
-{{/* What every template uses. `areal.name` and its neighbours take (list $ "component"). */}}
+{{/* Helpers that all templates share. `areal.name` and the label helpers take (list $ "component"). */}}
 
-{{/* Operators add to the longest names up to 32 characters (`-trainer-01234567` and `-node-0-0-abcde`), and 63 are what DNS
-     has room for. What is cut keeps its own hash: `long-trial1` and `long-trial2` stay two. */}}
+{{/* At most 31 characters: chart and operators add up to 32 (`-trainer-01234567` and `-node-0-0-abcde`), and a DNS label has at most 63.
+     A longer name is cut and gets a hash of the whole name, so `…-trial1` and `…-trial2` stay different. */}}
 {{- define "areal.fullname" -}}
 {{- $full := .Release.Name }}{{ if not (contains "areal" $full) }}{{ $full = printf "%s-areal" $full }}{{ end }}
 {{- if gt (len $full) 31 }}{{ $full = printf "%s-%s" ($full | trunc 24 | trimSuffix "-") (sha256sum $full | trunc 6) }}{{ end }}
 {{- $full }}
 {{- end }}
 
-{{/* Of a component; the servers are `sglang` in a release named areal, so that `kubectl scale deploy/sglang` is right. */}}
+{{/* Name of a component's objects. In a release named areal, the servers' name is just `sglang`, as in `kubectl scale deploy/sglang`. */}}
 {{- define "areal.name" -}}
 {{- $root := index . 0 }}{{ $component := index . 1 }}{{ $full := include "areal.fullname" $root }}
 {{- if and (eq $component "sglang") (eq $full "areal") }}sglang{{ else }}{{ $full }}-{{ $component }}{{ end }}
@@ -27,7 +27,7 @@ app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- end }}
 
-{{/* (list $ "control" "override"); nothing is published, and docker.io/areal is somebody else's. */}}
+{{/* Image reference: (list $ "control" "override"). Fails without a repository: our images are not published, and docker.io/areal is not ours. */}}
 {{- define "areal.image" -}}
 {{- $image := (index . 0).Values.image }}{{ $name := index . 1 }}{{ $tag := $image.tag | default (index . 0).Chart.AppVersion }}
 {{- $own := index . 2 | default (get $image.references $name) }}
@@ -52,7 +52,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* What all pods share, (list $ component-values). */}}
+{{/* Fields that all pod specs share: (list $ component-values). */}}
 {{- define "areal.podSpec" -}}
 {{- $root := index . 0 }}{{ $values := index . 1 -}}
 securityContext:
@@ -78,20 +78,20 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* Whether servers read weights from no volume: streamed, or from an object store. Takes the experiment. */}}
+{{/* `true` if servers mount no volume for weights, because weights are streamed or in an object store. Takes the experiment. */}}
 {{- define "areal.remoteWeights" -}}
 {{- $own := dig "weight_sync" dict . }}
 {{- if or (eq (dig "transport" "disk" $own) "stream") (contains "://" (dig "path" "" $own)) }}true{{ end }}
 {{- end }}
 
-{{/* One variable from the Secret: (list $ "AREAL_TOKEN" "token") */}}
+{{/* One environment variable from the Secret: (list $ "AREAL_TOKEN" "token") */}}
 {{- define "areal.secretEnv" -}}
 {{- $root := index . 0 }}
 - name: {{ index . 1 }}
   valueFrom: {secretKeyRef: {name: {{ include "areal.secretName" $root }}, key: {{ index . 2 }}}}
 {{- end }}
 
-{{/* Where traces go: the standard variables of OpenTelemetry. */}}
+{{/* OpenTelemetry's standard environment variables, which say where to send traces. */}}
 {{- define "areal.tracingEnv" -}}
 {{- with .Values.tracing }}{{ if .endpoint -}}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ .endpoint | quote }}}
@@ -103,7 +103,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{ .Values.auth.existingSecret | default (printf "%s-auth" (include "areal.fullname" .)) }}
 {{- end }}
 
-{{/* The experiment file that everything is started with: the user's, then what the chart knows, then `overrides`. */}}
+{{/* The experiment file of all components. The chart's own settings override the user's file, and `overrides` override both. */}}
 {{- define "areal.experiment" -}}
 {{- $user := fromYaml (.Values.config | default (.Files.Get "files/arithmetic_grpo.yaml")) }}
 {{- with $user.Error }}{{ fail (printf "config: not a YAML mapping: %s" .) }}{{ end }}
@@ -127,7 +127,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{ .Values.recipe | default (.Files.Get "files/arithmetic_grpo.py") }}
 {{- end }}
 
-{{/* model.path on the volume, with `${seed}` and its like filled in from the top level of the experiment. */}}
+{{/* model.path on the volume. References such as `${seed}` are replaced by the experiment's top-level values. */}}
 {{- define "areal.modelPath" -}}
 {{- $config := include "areal.experiment" . | fromYaml }}
 {{- $path := dig "model" "path" "" $config }}
@@ -138,8 +138,8 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if isAbs $path }}{{ $path }}{{ else }}/data/{{ $path }}{{ end }}
 {{- end }}
 
-{{/* Pods kept by `kubectl scale`: the live number, until replicaCount itself changes; under an autoscaler the live number,
-     always: without one in the chart Helm would take it away, and the API would make it 1. (list $ values component) */}}
+{{/* Number of replicas: (list $ values component). The live number stays until replicaCount changes; with an autoscaler it always stays.
+     If the chart set no number, an upgrade would remove the field, and the API server would set it to 1. */}}
 {{- define "areal.replicas" -}}
 {{- $root := index . 0 }}{{ $wanted := (index . 1).replicaCount | toString }}
 {{- $live := lookup "apps/v1" "Deployment" $root.Release.Namespace (include "areal.name" (list $root (index . 2))) | default dict }}

@@ -1,4 +1,4 @@
-{{/* Volumes and the parts of pods that several components share. */}}
+{{/* Volumes, init containers and services that several components share. */}}
 
 {{- define "areal.configVolumes" -}}
 - name: config
@@ -19,7 +19,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Models, weights, checkpoints: mounted at /data, the working directory, so that relative paths lie on it. */}}
+{{/* The volume of models, weights and checkpoints, mounted at /data. This is the working directory, so relative paths are on the volume. */}}
 {{- define "areal.dataVolume" -}}
 - name: data
 {{- if .Values.storage.hostPath }}
@@ -29,13 +29,13 @@
 {{- end }}
 {{- end }}
 
-{{/* The kubelet makes a folder of the node for root; it is given away before anybody writes. */}}
+{{/* The kubelet creates a hostPath folder as root. This init container changes the owner before any process writes there. */}}
 {{- define "areal.ownFolder" -}}
 - name: own-folder
   image: {{ include "areal.image" (list . "control" "") }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [chown, "10001:10001", /data]
-  # The one container that is root, for the one call that needs it.
+  # The only container that runs as root, because chown needs it.
   securityContext:
     runAsUser: 0
     runAsGroup: 0
@@ -53,7 +53,7 @@ requests: {cpu: 10m, memory: 32Mi}
 limits: {memory: 256Mi}
 {{- end }}
 
-{{/* Version 0 is made, or looked at, by the Job `prepare`; pods that read it wait here. */}}
+{{/* The Job `prepare` creates or checks the model of version 0. Pods that read the model wait for that in this init container. */}}
 {{- define "areal.waitForModel" -}}
 - name: wait-for-model
   image: {{ include "areal.image" (list . "control" "") }}
@@ -78,9 +78,9 @@ limits: {memory: 256Mi}
     - {name: data, mountPath: /data, readOnly: true}
 {{- end }}
 
-{{/* One of the services that are all the same kind of process.
-     (dict "root" $ "key" "weightSync" "name" "weight-sync" "grace" 30 and, where needed, "secrets" (list variable key …),
-     "data" "read" or "write", "listen" 8080, "account" name of its ServiceAccount, "image" "weight-sync", "recreate" true, "ports" (dict name 8500)) */}}
+{{/* The Deployment and Service of one of the project's services. Takes (dict "root" $ "key" "weightSync" "name" "weight-sync" "grace" 30).
+     Optional keys: "secrets" (list variable key …), "data" "read" or "write", "listen" 8080, "account" (name of a ServiceAccount),
+     "image" "weight-sync", "recreate" true, "ports" (dict name 8500) */}}
 {{- define "areal.service" -}}
 {{- $ := .root }}{{ $values := index .root.Values .key }}{{ $id := list .root .name }}{{ $listen := .listen | default 50051 }}{{ $port := ternary "http" "grpc" (eq $listen 8080) }}
 {{- if $values.enabled -}}
@@ -94,7 +94,7 @@ metadata:
 spec:
   replicas: {{ include "areal.replicas" (list $ $values .name) }}
   {{- if .data }}
-  # The model may take as long as prepare may, then the process starts.
+  # The pod waits for the model until prepare's deadline; then its process starts.
   progressDeadlineSeconds: {{ add $.Values.prepare.deadlineSeconds 900 }}
   {{- end }}
   strategy: {{ if .recreate }}{type: Recreate}{{ else }}{type: RollingUpdate, rollingUpdate: {maxSurge: 1, maxUnavailable: 0}}{{ end }}
@@ -129,7 +129,7 @@ spec:
           workingDir: {{ ternary "/data" "/tmp" (hasKey . "data") }}
           env:
             - {name: HOME, value: /tmp}
-            # With the pod's name it is the same worker after a crash: what it had leased goes back at once.
+            # With the pod's name, a restarted container is the same worker, and its earlier leases return at once.
             - {name: AREAL_PROCESS, value: {{ .name }}}
             {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 12 }}
             {{- range .secrets }}
@@ -145,9 +145,9 @@ spec:
             {{- end }}
           startupProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 300}
           readinessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 3}
-          # For a process that stands still; one that is merely starved of CPU must not be killed on top of it.
+          # Restarts a process that hangs. The limits are long, to spare a process that only lacks CPU time.
           livenessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 15, timeoutSeconds: 10, failureThreshold: 12}
-          # Callers learn from the Endpoints that it leaves, then it drains.
+          # Gives callers time to see in the Endpoints that the pod is leaving, before the process drains.
           lifecycle: {preStop: {exec: {command: [sleep, "3"]}}}
           securityContext: {{- include "areal.securityContext" $ | nindent 12 }}
           resources: {{- toYaml $values.resources | nindent 12 }}
@@ -177,7 +177,7 @@ spec:
     {{- end }}
 {{- if ne (dig "service" "type" "ClusterIP" $values) "ClusterIP" }}
 ---
-# For clients outside; metrics stay inside.
+# For clients outside the cluster. It does not expose the metrics port.
 apiVersion: v1
 kind: Service
 metadata:

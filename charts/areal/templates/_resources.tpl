@@ -1,5 +1,5 @@
-{{/* Requests and limits of what runs on CPUs or on GPUs: (list $ own-values number-of-gpus defaults-without-gpus).
-     With GPUs each brings CPUs and memory along: an engine of a few GiB cannot stand for one that holds a real model. */}}
+{{/* Requests and limits of a container with or without GPUs: (list $ own-values number-of-gpus defaults-without-gpus).
+     Each GPU adds 4 CPUs and 16 GiB (limit: 64 GiB), because the defaults without GPUs are too small for a real model. */}}
 {{- define "areal.gpuResources" -}}
 {{- $own := index . 1 }}{{ $gpus := index . 2 | int }}{{ $default := index . 3 | fromYaml }}
 {{- if $gpus }}

@@ -1,6 +1,6 @@
-{{/* The sandbox service: the experiment asks for it, by `sandbox.boxes` and no `endpoints.sandbox`. */}}
+{{/* The sandbox service is deployed if the experiment's `sandbox.boxes` is above 0 and its `endpoints.sandbox` is empty. */}}
 
-{{/* The experiment with the service's addresses: (list $ experiment) */}}
+{{/* Adds the service's addresses to an experiment: (list $ experiment) */}}
 {{- define "areal.withSandbox" -}}
 {{- $config := index . 1 }}{{ $name := include "areal.name" (list (index . 0) "sandbox") }}
 {{- if and (gt (dig "sandbox" "boxes" 0 $config | int) 0) (not (dig "endpoints" "sandbox" "" $config)) }}
@@ -10,7 +10,7 @@
 {{- toYaml $config }}
 {{- end }}
 
-{{/* Whether the service is one of this release. Takes $. */}}
+{{/* `true` if this release deploys the service. Takes $. */}}
 {{- define "areal.sandboxHere" -}}
 {{- $config := include "areal.experiment" . | fromYaml }}
 {{- $own := printf "%s:50051" (include "areal.name" (list . "sandbox")) }}

@@ -1,4 +1,5 @@
-{{/* What replaces pods when a Secret has changed: processes read keys and certificates once. Empty without a cluster to ask. */}}
+{{/* A checksum for pod annotations. It replaces pods after a Secret has changed, because processes read keys and
+     certificates only once. Empty if helm renders without a cluster. */}}
 {{- define "areal.secretsChecksum" -}}
 {{- $found := list }}
 {{- range list .Values.auth.existingSecret .Values.tls.existingSecret }}
@@ -8,7 +9,8 @@
 {{- with $found }}{{ toJson . | sha256sum }}{{ end }}
 {{- end }}
 
-{{/* Of the chart's own Secret, when its values are not those that were generated; they are not there yet at the install. */}}
+{{/* A checksum of the chart's own Secret, if someone has changed its generated values. Empty otherwise, and at the install,
+     when there is no Secret yet. */}}
 {{- define "areal.rotated" -}}
 {{- if not .Values.auth.existingSecret }}
 {{- $live := lookup "v1" "Secret" .Release.Namespace (include "areal.secretName" .) | default dict }}
@@ -17,7 +19,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Annotations of a pod template, or nothing: (list $ component-values). */}}
+{{/* Annotations of a pod template, if there are any: (list $ component-values). */}}
 {{- define "areal.podAnnotations" -}}
 {{- $annotations := deepCopy ((index . 1).podAnnotations | default dict) }}
 {{- with include "areal.secretsChecksum" (index . 0) }}{{ $_ := set $annotations "checksum/secrets" . }}{{ end }}

@@ -1,10 +1,12 @@
-{{/* The trainer's pods, the same under every workload; `areal.trainerPod` takes (dict "root" $ "container" name "rank" "0" "torchrun" true). */}}
+{{/* The trainer's pods, which are the same in all kinds of workload.
+     `areal.trainerPod` takes (dict "root" $ "container" name "rank" "0" "torchrun" true). */}}
 
 {{- define "areal.trainerProcesses" -}}
 {{ max 1 (int .Values.trainer.gpusPerPod) }}
 {{- end }}
 
-{{/* Neither operator rolls a changed template: what the trainer runs is in its name. */}}
+{{/* The name has a hash of everything that the trainer runs with. A change therefore creates a new job;
+     neither operator would replace the pods of an existing one. */}}
 {{- define "areal.trainerName" -}}
 {{- $what := printf "%s%s%s%s%s" (include "areal.recipe" .) (include "areal.experiment" .) (toJson (list .Values.trainer .Values.image .Values.storage)) (include "areal.tracingEnv" .) (include "areal.secretsChecksum" .) }}
 {{- include "areal.name" (list $ "trainer") }}-{{ $what | sha256sum | trunc 8 }}
@@ -37,24 +39,24 @@ containers:
     # Reads PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR and PET_MASTER_PORT.
     command: [python, -m, torch.distributed.run, -m, areal_trainer]
     {{- else }}
-    # One process: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say who it is.
+    # One process per pod; it reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     command: [areal-trainer]
     {{- end }}
     args: [--config, /etc/areal/config/config.yaml, --listen, "0.0.0.0:50051", --metrics, "0.0.0.0:9100"]
     workingDir: /data
     env:
       - {name: HOME, value: /tmp}
-      # As SGLang has it in its own processes: a group of both may hang otherwise.
+      # SGLang sets the same values. With others, a process group of trainer and servers may hang.
       - {name: NCCL_CUMEM_ENABLE, value: "0"}
       - {name: NCCL_NVLS_ENABLE, value: "0"}
-      # Outlives the container, not the pod: what must be mended is not tried again in place.
+      # This file survives the container, but not the pod: bad input is not tried again in the same pod.
       - {name: AREAL_POD_VERDICT, value: /dev/shm/areal-verdict}
       {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 6 }}
       {{- with .env }}{{ toYaml . | nindent 6 }}{{ end }}
       {{- with include "areal.tracingEnv" $ }}{{ . | nindent 6 }}{{ end }}
       {{- with $values.extraEnv }}{{ toYaml . | nindent 6 }}{{ end }}
-    # No probes: ranks find each other by names that resolve only while pods are ready, before anything
-    # listens; the ranks watch each other instead, and all leave when one is lost.
+    # No probes: ranks find each other by names that resolve only while pods are ready, and they do so
+    # before any port is open. Instead, ranks watch each other, and all of them exit when one is lost.
     ports:
       - {name: grpc, containerPort: 50051}
       - {name: metrics, containerPort: 9100}
