@@ -236,6 +236,7 @@ class Book:
         """As if its holder had been silent for a lease's lifetime, then a sweep."""
         for purpose in Purpose:
             await self.redis.zadd(f"{self.prefix}running:{purpose}", {task_id: 1}, xx=True)
+        await self.redis.hdel(f"{self.prefix}meta", "last_sweep")  # however long ago it was
         await self.store.sweep()
 
     async def pass_straggler_deadline(self) -> None:

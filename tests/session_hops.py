@@ -12,6 +12,7 @@ from tests.ledger_support import EMPTY, Book, ledger_config, new_task
 
 from areal.agents.replies import Reply
 from areal.chassis.waits import Waits
+from areal.errors import ArealError
 from areal.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer
 from areal.protocol.trajectories import pack_group
 from areal.tokenizer import Tokenizer
@@ -94,7 +95,10 @@ class Groups:
         self.group = group
         lengths = tuple(len(each.input_ids) for each in group.trajectories)
         done = Completion(task_id, token, pack_group(group), 3, lengths, 1, 0.0)
-        return (await self._book.store.complete([done], limit=EMPTY))[0] is True
+        (recorded,) = await self._book.store.complete([done], limit=EMPTY)
+        if isinstance(recorded, ArealError):
+            raise recorded
+        return recorded
 
 
 class Hops:
@@ -107,9 +111,9 @@ class Hops:
         self.sampler, self.groups = Sampler(letters, self.sent), Groups(book)
         self.id = ""
 
-    async def open(self, task_id: str, idle_ms: int = 60_000) -> None:
-        digest = hashlib.sha256(KEY.encode()).hexdigest()
-        await self.store.open(new_task(task_id, Purpose.SERVE), [digest], idle_ms, b"")
+    async def open(self, task_id: str, idle_ms: int = 60_000, attempts: int = 1) -> None:
+        digests = [hashlib.sha256(KEY.encode()).hexdigest()] * attempts
+        await self.store.open(new_task(task_id, Purpose.SERVE), digests, idle_ms, b"")
         self.id = f"{task_id}-0"
 
     def worker(self) -> Sessions:

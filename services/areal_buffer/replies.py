@@ -40,12 +40,13 @@ def leases(reply: Sequence[Any], time_to_live_ms: int) -> pb.LeaseTasksResponse:
     reason, rows = reply
     response = pb.LeaseTasksResponse(reason=text(reason))
     # Submessages are added in place: one made apart is serialized and parsed to be copied there.
-    for _, body, token, version, partial, failed_servers, since in rows:
+    for _, body, token, version, partial, failed_servers, since, attempts in rows:
         lease = response.leases.add(
             token=int(token),
             policy_version=int(version),
             partial=partial,
             failed_servers=text(failed_servers).split("\n") if failed_servers else (),
+            attempts=int(attempts),
         )
         lease.task.ParseFromString(body)
         lease.time_to_live.FromMilliseconds(time_to_live_ms)

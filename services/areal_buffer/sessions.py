@@ -1,8 +1,9 @@
 """Tasks that outside agents run: opened, recorded call by call, read by whichever process serves.
 
 A session is a task under a lease of its own: `open` submits and leases it in one transition, every
-recorded call renews the lease, `complete` (the same as for any episode) or `sweep` ends it. Its
-calls are in hashes of the task, one for each attempt, until then.
+recorded call renews the lease, `complete` (the same as for any episode) or `sweep` ends it; when
+some of its attempts have ended, `sweep` queues it for a worker that makes a group of these. Its
+calls are in hashes of the task, one for each attempt, until it ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from areal_buffer.scripts import Argument, Scripts, translate
 MAX_ATTEMPTS = 64
 MAX_ANSWERS = 128
 _MIN_IDLE_MS, _MAX_IDLE_MS = 100, 7 * 24 * 3600 * 1000
-_FIELDS = ("sessions", "keys", "token", "floor", "idle")
+_FIELDS = ("sessions", "keys", "token", "floor", "idle", "silent")
 # Of a call. Of several answers to one prompt the first has it.
 _PARTS = (b"prompt", b"answer", b"reward")
 _Calls = dict[bytes, bytes]
@@ -102,6 +103,7 @@ class SessionStore:
             key_digest=replies.text(row["keys"]).split(",")[attempt],
             attempts=attempts,
             ended=b"ended" in calls,
+            expired=str(attempt) in replies.text(row["silent"]).split(","),
             continued=rest is not None,
         )
         response.idle.FromMilliseconds(int(row["idle"] or 0))

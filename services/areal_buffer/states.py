@@ -10,7 +10,8 @@ submitted -> queued -> running -> completed -> batched -> trained
 |  +-- submitted again, its result read and released --- delivered
 +-> completed / delivered / rejected: the lease had expired, the work came late
 
-A session, which an outside agent runs, begins as running, and expires where it would be queued.
+A session, which outside agents run, begins as running. When they fall silent, it is queued for a
+worker if any attempt has ended. Everywhere else it expires where another task would be queued.
 """
 
 from __future__ import annotations

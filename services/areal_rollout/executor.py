@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -36,7 +36,7 @@ from areal.errors import ArealError, PromptDrift
 from areal.protocol.leases import Lease, Return, ReturnCause
 from areal.protocol.trajectories import GroupCodec
 from areal.tokenizer import Tokenizer
-from areal.types import LLMResponse
+from areal.types import LLMResponse, TrajectoryGroup
 from areal_rollout.config import RolloutConfig
 from areal_rollout.episode import EpisodeEngine
 from areal_rollout.failures import describe_failure, leading_error, where_it_waits
@@ -90,7 +90,9 @@ class Executor:
         workflows: Workflows,
         tokenizer: Tokenizer,
         observer: Observer,
+        session_group: Callable[[Lease], Awaitable[TrajectoryGroup]],
     ) -> None:
+        """Takes what it calls; `session_group` makes the group of a session's ended attempts."""
         self._config = config
         self._buffer = buffer
         self._generation = generation
@@ -98,6 +100,7 @@ class Executor:
         self._workflows = workflows
         self._tokenizer = tokenizer
         self._observer = observer
+        self._session_group = session_group
         self._results = Results(buffer, config.worker_id, config.report_timeout_s)
         self._codec = GroupCodec()
         self._log = get_logger("areal.rollout.executor")
@@ -288,28 +291,10 @@ class Executor:
     async def _run_workflow(self, episode: Episode) -> End:
         lease = episode.lease
         try:
-            workflow = await self._workflows.get(lease.task.workflow)
-            episode.replayable = workflow.replayable
-            replay = None
-            if lease.partial and workflow.replayable:
-                replay = self._replay(lease)
-            episode.engine = EpisodeEngine(
-                self._generation,
-                self._scorer,
-                self._tokenizer,
-                group=lease.task.task_id,
-                min_version=max(lease.policy_version, lease.task.policy_version or 0),
-                avoid=lease.failed_servers,
-                replay=replay,
-            )
-            result = await workflow.arun_episode(episode.engine, lease.task.data)
-            if self._draining and episode.engine.interrupted:
+            group = await (self._session_group(lease) if lease.attempts else self._play(episode))
+            if self._draining and episode.engine is not None and episode.engine.interrupted:
                 # It took an interruption for an answer: the rerun gives it the real one.
                 return await self._stopped(episode)
-            group = group_of(result, lease, workflow.arun_episode)
-            if group is not None:
-                ran_s = time.monotonic() - episode.began
-                note_times(group, lease, ran_s, episode.engine.score_s)
             return judge(group, lease, dynamic_sampling=self._config.dynamic_sampling)
         except asyncio.CancelledError:
             if episode.stop is None and not self._draining:
@@ -328,6 +313,29 @@ class Executor:
             if end.cause is ReturnCause.WORKFLOW_ERROR:
                 return end
             return replace(end, partial=lambda: self._journal(episode))
+
+    async def _play(self, episode: Episode) -> TrajectoryGroup | None:
+        lease = episode.lease
+        workflow = await self._workflows.get(lease.task.workflow)
+        episode.replayable = workflow.replayable
+        replay = None
+        if lease.partial and workflow.replayable:
+            replay = self._replay(lease)
+        episode.engine = EpisodeEngine(
+            self._generation,
+            self._scorer,
+            self._tokenizer,
+            group=lease.task.task_id,
+            min_version=max(lease.policy_version, lease.task.policy_version or 0),
+            avoid=lease.failed_servers,
+            replay=replay,
+        )
+        result = await workflow.arun_episode(episode.engine, lease.task.data)
+        group = group_of(result, lease, workflow.arun_episode)
+        if group is not None:
+            ran_s = time.monotonic() - episode.began
+            note_times(group, lease, ran_s, episode.engine.score_s)
+        return group
 
     async def _stopped(self, episode: Episode) -> Return:
         """The ending of an episode that was cut short."""

@@ -116,10 +116,14 @@ class LedgerCalls:
     def check_open(self) -> None:
         """Raises LeaseLost once the session has ended; says how."""
         record = self.found.record
-        state = STATE_FROM_PB[record.state]
-        if state is not TaskState.RUNNING:
+        if self.state is not TaskState.RUNNING:
             why = f": {record.reason}" if record.reason else ""
-            raise LeaseLost(f"session {record.task.task_id} is {state}{why}")
+            raise LeaseLost(f"session {record.task.task_id} is {self.state}{why}")
+
+    @property
+    def state(self) -> TaskState:
+        """The state of the task; expired if the group is made without this attempt."""
+        return TaskState.EXPIRED if self.found.expired else STATE_FROM_PB[self.found.record.state]
 
     @property
     def count(self) -> int:

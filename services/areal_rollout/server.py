@@ -35,13 +35,12 @@ class RolloutServer(Server):
 
     def __init__(self, config: RolloutConfig, context: ServiceContext) -> None:
         self._config, self._context, security = config, context, context.security
-        own, nats_token = context.own, context.security.nats_token
-        buffer = own(BufferConnection(config.buffer, security))
+        own, buffer = context.own, context.own(BufferConnection(config.buffer, security))
         self._worker = own(BufferWorker(buffer))
         self._reward = own(RewardClient(config.reward, security))
         self._weight_sync = own(WeightSyncClient(config.weight_sync, security))
         self._trainer = own(TrainerClient(config.trainer, security)) if config.trainer else None
-        self._announcements = own(Announcements(config.nats, config.namespace, nats_token))
+        self._announcements = own(Announcements(config.nats, config.namespace, security.nats_token))
         self._metrics, self._table = RolloutMetrics(context.registry), ServerTable()
         self._workflows = WorkflowCache(BufferRecipes(buffer).get_recipe)
         self._sessions = Sessions(BufferSessions(buffer), self._worker, config)
@@ -76,6 +75,7 @@ class RolloutServer(Server):
             workflows=self._workflows,
             tokenizer=tokenizer,
             observer=metrics,
+            session_group=self._sessions.group,
         )
         self._sessions.start(generation, tokenizer)
         refresh = ServerRefresh(table, self._weight_sync.list_changes)

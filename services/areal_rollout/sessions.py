@@ -11,6 +11,8 @@
 | POST /reward      | calls it does not have | a reward                                   |
 | POST /end         | all attempts, the last | the mark; the group, once all have ended   |
 | GET               | calls it does not have | nothing                                    |
+| a lease           | all attempts           | the group of those that had ended when the |
+|                   |                        | agents of the others fell silent           |
 
 Any worker serves any request: what it keeps between them (`session_cache.py`) only saves reading.
 One that dies in a call leaves a prompt without an answer, which is no part of any trajectory; the
@@ -36,6 +38,7 @@ from areal.clients.buffer.sessions import BufferSessions
 from areal.errors import (
     ArealError,
     InvalidInput,
+    LeaseLost,
     NotFound,
     Unauthenticated,
     Unavailable,
@@ -61,7 +64,15 @@ from areal_rollout.ledger_calls import LedgerCalls
 from areal_rollout.results import Rejection, judge
 from areal_rollout.session_cache import CachedCalls, SessionCache
 
-_DONE = (TaskState.COMPLETED, TaskState.BATCHED, TaskState.TRAINED, TaskState.DELIVERED)
+# An attempt that ended before its task is in one of these is in the group, or will be.
+_MERGED = (
+    TaskState.QUEUED,
+    TaskState.COMPLETED,
+    TaskState.BATCHED,
+    TaskState.TRAINED,
+    TaskState.DELIVERED,
+    TaskState.REJECTED,
+)
 _WORKER = "session"
 
 
@@ -160,7 +171,7 @@ class Sessions:
         found = calls.found
         task_id = found.record.task.task_id
         state = STATE_FROM_PB[found.record.state]
-        if state in _DONE or state is TaskState.REJECTED:
+        if state in _MERGED and not found.expired:
             return state.value
         calls.check_open()
         if not found.ended:
@@ -172,25 +183,43 @@ class Sessions:
             await asyncio.to_thread(_trajectories, calls)  # what cannot be trained is told
         if await calls.end():
             return state.value
-        trajectories: list[Trajectory] = []
-        for attempt in range(found.attempts):
+        task, token = task_from_pb(found.record.task), found.lease.token
+        lease = Lease(task, token, found.policy_version, 0.0, attempts=found.attempts)
+        try:
+            return await self._complete(lease)
+        except LeaseLost:  # it took too long: a worker has leased it, and has perhaps completed it
+            state = STATE_FROM_PB[(await self._sessions.get(task_id, 0)).record.state]
+            if state not in _MERGED and state is not TaskState.RUNNING:
+                raise
+            return state.value
+
+    async def group(self, lease: Lease) -> TrajectoryGroup:
+        """What those attempts of a session come to that have ended.
+
+        Raises:
+            LeaseLost: The task has ended.
+        """
+        task_id, trajectories = lease.task.task_id, list[Trajectory]()
+        began_s = time.time()
+        for attempt in range(lease.attempts):
             self._cache.drop((task_id, attempt))
             found, cached = await self._sessions.get(task_id, attempt), CachedCalls()
-            cached.add(found.calls)
-            each = LedgerCalls(self._sessions, found, attempt, cached)
-            trajectories += await asyncio.to_thread(_trajectories, each)
-        return await self._complete(task_id, found, trajectories)
-
-    async def _complete(
-        self, task_id: str, found: pb.GetSessionResponse, trajectories: list[Trajectory]
-    ) -> str:
-        token = found.lease.token
-        task = task_from_pb(found.record.task)
+            if found.ended:
+                began_s = found.record.submit_time.ToMilliseconds() / 1000
+                cached.add(found.calls)
+                each = LedgerCalls(self._sessions, found, attempt, cached)
+                trajectories += await asyncio.to_thread(_trajectories, each)
+        if not trajectories:  # its calls are released when it ends
+            raise LeaseLost(f"session {task_id}: it has ended meanwhile")
         for index, trajectory in enumerate(trajectories):
-            trajectory.trajectory_id = f"{task_id}.{token}.{index}"
-        group = TrajectoryGroup(task_id, trajectories, task.traceparent)
-        group.episode_s = max(0.0, time.time() - found.record.submit_time.ToMilliseconds() / 1000)
-        lease = Lease(task, token, found.policy_version, 0.0)
+            trajectory.trajectory_id = f"{task_id}.{lease.token}.{index}"
+        group = TrajectoryGroup(task_id, trajectories, lease.task.traceparent)
+        group.episode_s = max(0.0, time.time() - began_s)
+        return group
+
+    async def _complete(self, lease: Lease) -> str:
+        task_id, token = lease.task.task_id, lease.token
+        group = await self.group(lease)
         end = judge(group, lease, dynamic_sampling=self._config.dynamic_sampling)
         if isinstance(end, Rejection):
             await self._buffer.reject_task(task_id, token, end.why.reason, end.group)
@@ -213,7 +242,7 @@ def _state(session_id: str, calls: LedgerCalls) -> dict[str, Any]:
     return {
         "id": session_id,
         "task_id": found.record.task.task_id,
-        "state": STATE_FROM_PB[found.record.state].value,
+        "state": calls.state.value,
         "reason": found.record.reason,
         "attempts": found.attempts,
         "ended": found.ended,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from areal.errors import (
     CapacityExceeded,
@@ -28,7 +28,7 @@ class T:
     done: int = 0
     floor: int = 0
     head: int = 0
-    attempts: int = 0
+    errors: int = 0
     infra: int = 0
     regen: int = 0
     partial: bytes = b""
@@ -38,10 +38,12 @@ class T:
     worker: str = ""
     old: bool = False
     """It ended so long ago that it may be released for room."""
-    session: bool = False
-    ended: bool = False
-    """The only attempt of a session."""
-    calls: int = 0
+    attempts: int = 0
+    """Of a session; 0: it is none."""
+    ended: set[int] = field(default_factory=set)
+    silent: bool = False
+    """The agents of the other attempts were: workers make its group."""
+    calls: list[int] = field(default_factory=lambda: [0, 0])
     read: int = 0
     """1: its result has been read; 2: so long ago that it may be released; 3: it was."""
 
@@ -153,10 +155,10 @@ class Model:
 
     def lease(
         self, most: int, worker: str = "w", boot: int = 0
-    ) -> list[tuple[str, int, int, bytes]]:
+    ) -> list[tuple[str, int, int, bytes, int]]:
         if boot:
             self.begin_life(worker, boot)
-        given: list[tuple[str, int, int, bytes]] = []
+        given: list[tuple[str, int, int, bytes, int]] = []
         running = self.having("running") + self.having("running", "serve")
         slots, headroom = self.concurrent - len(running), self.headroom()
         turn, serve_room = self.serve_turn, self.serve_room()
@@ -180,12 +182,12 @@ class Model:
             serve_room -= pick.purpose == "serve"
             if pick.purpose == "train" and max(self.v, self.last) - pick.floor > self.eta:
                 pick.partial = b""
-            if not pick.partial:
+            if not pick.partial and not pick.attempts:
                 pick.floor = self.v
             self.token += 1
             pick.token, pick.revoked, pick.state = self.token, False, "running"
             pick.worker = worker
-            given.append((pick.id, self.token, self.v, pick.partial))
+            given.append((pick.id, self.token, self.v, pick.partial, pick.attempts))
         if given:
             self.serve_turn = turn
         return given
@@ -234,9 +236,9 @@ class Model:
         task.state = "rejected"
         self.discard(task, "rejected")
 
-    def open(self, task_id: str, purpose: str, full: bool) -> int:
+    def open(self, task_id: str, purpose: str, attempts: int, full: bool) -> int:
         if known := self.tasks.get(task_id):
-            if not known.session:
+            if not known.attempts:
                 raise InvalidInput
             return known.floor
         running = self.having("running") + self.having("running", "serve")
@@ -250,43 +252,53 @@ class Model:
         self.kept[purpose] = -1
         self.seq += 1
         self.token += 1
-        task = T(task_id, purpose, self.seq, "running", self.token, floor=self.v, session=True)
+        task = T(task_id, purpose, self.seq, "running", self.token, floor=self.v)
+        task.attempts = attempts
         self.tasks[task_id] = task
         return self.v
 
     def lapse(self) -> None:
         self.kept = {purpose: min(0, kept) for purpose, kept in self.kept.items()}
 
-    def update(self, task_id: str, token: int, what: str) -> tuple[int, int]:
+    def update(self, task_id: str, token: int, attempt: int, what: str) -> tuple[int, int]:
         task = self.find(task_id)
-        if not task.session:
+        if attempt >= task.attempts:
             raise NotFound
         if what == "end" and task.done == token:
             return 0, 0
         if task.state != "running" or task.token != token:
             raise LeaseLost
-        if what == "end":
-            task.ended = True
-            return 0, 0
-        if task.ended:
+        if task.silent and not (what == "end" and attempt in task.ended):
             raise LeaseLost
+        if what == "end":
+            task.ended.add(attempt)
+        elif attempt in task.ended:
+            raise LeaseLost
+        number = 0
         if what == "begin":
-            task.calls += 1
-            return task.calls - 1, 1
-        if what == "record" and not task.calls:
+            number = task.calls[attempt]
+            task.calls[attempt] += 1
+        elif what == "record" and not task.calls[attempt]:
             raise NotFound
-        return 0, 1
+        return number, task.attempts - len(task.ended)
 
     def end_attempt(self, task: T, cause: str) -> None:
-        if task.session:
-            task.state, task.partial = "expired", b""
+        if task.attempts:
+            again = cause == "drain"
+            if cause == "infrastructure" and task.ended:
+                task.infra += 1
+                again = task.infra < MAX_INFRA
+            if again and task.ended:
+                task.state, task.silent, task.revoked = "queued", True, True
+                return
+            task.state = "expired"
             self.discard(task, "expired")
             return
-        task.attempts += cause == "workflow_error"
+        task.errors += cause == "workflow_error"
         task.infra += cause == "infrastructure"
         task.regen += cause == "too_stale"
         dead = {
-            "workflow_error": task.attempts >= MAX_ATTEMPTS,
+            "workflow_error": task.errors >= MAX_ATTEMPTS,
             "infrastructure": task.infra >= MAX_INFRA,
             "too_stale": task.regen > MAX_REGENERATIONS,
         }.get(cause, False)
@@ -301,7 +313,7 @@ class Model:
         if task.state == "dead_lettered" and token == task.token:
             return task.state
         self.check(task, token)
-        partial = b"" if full else partial
+        partial = b"" if full or task.attempts else partial
         if task.state == "queued":
             task.partial = partial or task.partial
             return task.state
@@ -470,7 +482,7 @@ class Model:
     def retry(self, ids: list[str]) -> int:
         dead = self.dead(ids)
         for task in dead:
-            task.attempts = task.infra = task.regen = 0
+            task.errors = task.infra = task.regen = 0
             task.state, task.revoked = "queued", False
         return len(dead)
 

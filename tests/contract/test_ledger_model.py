@@ -45,6 +45,7 @@ IDS = [f"t{i}" for i in range(24)] + [f"s{i}" for i in range(6)]
 STEPS = int(os.environ.get("LEDGER_MODEL_STEPS", "60"))
 EXAMPLES = int(os.environ.get("LEDGER_MODEL_EXAMPLES", "60"))
 
+IDLE_MS = 7 * 24 * 3600 * 1000
 ENDS = ("delivered", "rejected", "cancelled", "expired")
 
 task_ids = st.sampled_from(IDS)
@@ -54,6 +55,11 @@ seldom = st.integers(0, 9).map(lambda n: n == 0)
 
 def purpose_of(task_id: str) -> Purpose:
     return Purpose.SERVE if task_id.startswith("s") else Purpose.TRAIN
+
+
+def attempts_of(task_id: str) -> int:
+    """Of a session of this name."""
+    return 1 + IDS.index(task_id) % 2
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -76,6 +82,10 @@ class LedgerMachine(RuleBasedStateMachine):
             max_head_offpolicyness=1,
             max_concurrent_rollouts=100,
             straggler_deadline_ms=10**9,
+            # Only rules let time pass, however slow the machine is.
+            lease_ttl_ms=IDLE_MS,
+            sweep_interval_ms=10**9,
+            serve_result_ttl_ms=10**9,
         )
         self.book: Book = self.runner.run(self.opened.__aenter__())
         self.store = self.book.store
@@ -168,10 +178,13 @@ class LedgerMachine(RuleBasedStateMachine):
         """A named worker tells its life; now and then it is an older or a newer one."""
         boot = boot if worker == "named" else 0
 
-        async def call() -> list[tuple[str, int, int, bytes]]:
+        async def call() -> list[tuple[str, int, int, bytes, int]]:
             found = await self.store.lease(worker, most, boot)
             assert bool(found.leases) != bool(found.reason)
-            return [(x.task.task_id, x.token, x.policy_version, x.partial) for x in found.leases]
+            return [
+                (x.task.task_id, x.token, x.policy_version, x.partial, x.attempts)
+                for x in found.leases
+            ]
 
         before = len(self.model.having("running"))
         room = self.model.headroom()
@@ -190,7 +203,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.memory.limit_bytes = FULL if full else EMPTY
         known, room = self.model.tasks.get(task_id), self.model.headroom()
         version = self.same(
-            lambda: self.model.open(task_id, purpose.value, full),
+            lambda: self.model.open(task_id, purpose.value, attempts_of(task_id), full),
             self.opened_version(new_task(task_id, purpose)),
         )
         if known is None and not isinstance(version, type):
@@ -198,26 +211,29 @@ class LedgerMachine(RuleBasedStateMachine):
             self.issued.append((task_id, self.model.token))
 
     async def opened_version(self, task: NewTask) -> int:
-        return (await self.sessions.open(task, ["a" * 64], 60_000, b"")).policy_version
+        keys = ["a" * 64] * attempts_of(task.task_id)
+        return (await self.sessions.open(task, keys, IDLE_MS, b"")).policy_version
 
     @rule()
     def refused_agents_stay_away(self) -> None:
         self.model.lapse()
         self.run(self.book.pass_kept_places())
 
-    @precondition(lambda self: any(t.session for t in self.model.tasks.values()))
+    @precondition(lambda self: any(t.attempts for t in self.model.tasks.values()))
     @rule(
         at=st.integers(0, 5),
         older=seldom,
+        attempt=st.integers(0, 1),
         what=st.sampled_from(["begin", "begin", "record", "reward", "end"]),
     )
-    def update_session(self, at: int, older: bool, what: str) -> None:
-        sessions = [t for t in self.model.tasks.values() if t.session]
+    def update_session(self, at: int, older: bool, attempt: int, what: str) -> None:
+        sessions = [t for t in self.model.tasks.values() if t.attempts]
         task = sessions[-1 - at % len(sessions)]
         token = max(1, task.token - older)
-        request = pb.UpdateSessionRequest(lease=pb.LeaseRef(task_id=task.id, token=token))
+        lease = pb.LeaseRef(task_id=task.id, token=token)
+        request = pb.UpdateSessionRequest(lease=lease, attempt=attempt)
         if what == "begin":
-            prompt = pb.SessionPrompt(token_ids=[1, 2], call_id=f"c{task.calls}")
+            prompt = pb.SessionPrompt(token_ids=[1, 2], call_id=f"c{task.calls[attempt]}")
             change = pb.SessionBegin(answers=1, prompt=prompt)
             request.begin.CopyFrom(change)
         elif what == "record":
@@ -233,7 +249,7 @@ class LedgerMachine(RuleBasedStateMachine):
             done = await self.sessions.update(request)
             return done.number, done.open_attempts
 
-        self.same(lambda: self.model.update(task.id, token, what), call())
+        self.same(lambda: self.model.update(task.id, token, attempt, what), call())
 
     def lease_at(self, at: int) -> tuple[str, int]:
         return self.issued[-1 - at % len(self.issued)]

@@ -1,4 +1,4 @@
-"""Tasks that outside agents run: leased when opened, renewed by calls, never run again."""
+"""Tasks that outside agents run: leased when opened, renewed by calls, run by no one else."""
 
 from __future__ import annotations
 
@@ -247,6 +247,137 @@ async def test_session_when_its_agent_is_silent_then_it_expires_by_name(book, se
     assert await book.held() == await book.recount()
 
 
+async def test_group_when_an_attempt_is_silent_then_a_worker_gets_those_that_have_ended(
+    book, sessions
+):
+    await book.register(size=1, eta=1)
+    await sessions.open("s", keys=[*KEYS, "c" * 64])
+    agents = await sessions.token("s")
+    await sessions.record("s", await sessions.begin("s", 1), 2)
+    assert (await sessions.end("s"), await sessions.end("s", 2)) == (2, 1)
+    await book.store.confirm(book.incarnation, 0)
+    await book.expire_lease("s")
+    assert await book.counts() == {"queued": 1}
+    [lease], _ = await book.leases(5)
+    assert (lease.task.task_id, lease.attempts) == ("s", 3)
+    ended, silent = [await sessions.store.read("s", attempt) for attempt in (0, 1)]
+    assert (ended.ended, ended.expired, len(ended.calls)) == (True, False, 1)
+    assert (silent.ended, silent.expired) == (False, True)
+    why = "session expired: its agent was silent for 60 s; 2 of 3 attempts had ended"
+    assert silent.record.reason == why
+    for attempt, change in ((1, "begin"), (1, "end"), (0, "reward")):
+        part = {"begin": pb.SessionBegin(answers=1, prompt=pb.SessionPrompt(call_id="x"))}
+        more = {change: part.get(change, getattr(pb, f"Session{change.capitalize()}")())}
+        with pytest.raises(LeaseLost, match=why):
+            await sessions.update("s", attempt, **more)
+    assert await sessions.end("s", 2) == 1  # its answer was lost, its agent asks again
+    with pytest.raises(LeaseLost, match="its newest lease is"):
+        await book.complete("s", agents)
+    assert await book.complete("s", lease.token)
+    assert (await sessions.store.read("s", 1)).expired
+    assert not await book.redis.keys(f"{book.prefix}calls:*")
+    assert await book.held() == await book.recount()
+    assert await book.take(1) == ("taken", ["s"])
+
+
+async def test_attempts_when_all_ended_and_their_group_was_not_made_then_a_worker_makes_it(
+    book, sessions
+):
+    await sessions.open("s", Purpose.SERVE)
+    await sessions.record("s", await sessions.begin("s", 1), 2)
+    assert await sessions.end("s") == 0
+    await book.expire_lease("s")  # the worker was killed before it had completed the task
+    assert not (await sessions.store.read("s", 0)).expired
+    [(task_id, token)] = (await book.lease(5)).items()
+    assert await book.complete(task_id, token)
+    assert await book.state("s") == "delivered"
+
+
+async def test_group_of_ended_attempts_when_leased_then_its_floor_is_that_of_its_agents(
+    book, sessions
+):
+    await book.register(size=1, eta=1)
+    for task_id in ("first", "s"):
+        await sessions.open(task_id, keys=KEYS)
+    await sessions.end("s")
+    assert await book.complete("first", await sessions.token("first"))
+    assert await book.take(1) == ("taken", ["first"])
+    await book.store.confirm(book.incarnation, 1)
+    await book.expire_lease("s")
+    token = (await book.lease(5))["s"]
+    assert (await sessions.store.read("s", 0)).policy_version == 0
+    assert await book.complete("s", token, version=0)
+    assert await book.take(2) == ("taken", ["s"])
+
+
+async def test_group_of_ended_attempts_when_too_stale_then_it_expires(book, sessions):
+    await book.register(size=1, eta=1)
+    for task_id in ("first", "s"):
+        await sessions.open(task_id, keys=KEYS)
+    await sessions.end("s")
+    assert await book.complete("first", await sessions.token("first"))
+    await book.expire_lease("s")
+    token = (await book.lease(5))["s"]
+    assert await book.take(1) == ("taken", ["first"])
+    assert (await book.take(2))[0] == "waiting"
+    await sessions.open("fresh")
+    assert await book.complete("fresh", await sessions.token("fresh"), version=1)
+    assert (await book.take(2))[0] == "waiting"  # the worker may still complete it in time
+    await book.pass_straggler_deadline()
+    assert await book.take(2) == ("taken", ["fresh"])
+    assert await book.state("s") == "expired"
+    with pytest.raises(LeaseLost, match="the task is expired"):
+        await book.complete("s", token)
+    assert await book.held() == await book.recount()
+
+
+@pytest.mark.parametrize(
+    ("cause", "state"),
+    [("drain", "queued"), ("infrastructure", "queued"), ("workflow_error", "expired")],
+)
+async def test_group_of_ended_attempts_when_returned_then_only_a_failed_merge_expires(
+    book, sessions, cause, state
+):
+    await sessions.open("s", keys=KEYS)
+    await sessions.record("s", await sessions.begin("s", 1), 2)
+    await sessions.end("s")
+    await book.expire_lease("s")
+    token = (await book.lease(5))["s"]
+    assert await book.return_lease("s", token, cause, partial=b"journal") == state
+    assert await book.held() == await book.recount()
+    assert len((await sessions.store.read("s", 0)).calls) == (1 if state == "queued" else 0)
+
+
+async def test_group_of_ended_attempts_when_its_workers_die_then_again_and_at_last_it_expires(
+    book, sessions
+):
+    await sessions.open("s", keys=KEYS)
+    await sessions.end("s")
+    await book.expire_lease("s")
+    leases = 0
+    while "s" in await book.lease(5):
+        leases += 1
+        await book.expire_lease("s")
+    assert 1 < leases < 10
+    record = (await sessions.store.read("s", 0)).record
+    assert (await book.state("s"), record.reason) == (
+        "expired",
+        "lease expired: worker w was silent for 60 s",
+    )
+    assert await book.held() == await book.recount()
+
+
+async def test_lease_of_ended_attempts_when_renewed_then_for_as_long_as_any_workers(book, sessions):
+    await sessions.open("s", keys=KEYS, idle_ms=3_600_000)
+    await sessions.end("s")
+    await book.expire_lease("s")
+    token = (await book.lease(5))["s"]
+    assert await book.store.renew("w", [("s", token)]) == []
+    expiry = await book.redis.zscore(f"{book.prefix}running:train", "s")
+    seconds, _ = await book.redis.time()
+    assert expiry / 1000 - seconds < 100
+
+
 async def test_leases_when_an_outage_ends_then_a_session_has_its_own_lifetime(book, sessions):
     await sessions.open("s", idle_ms=3_600_000)
     await book.redis.zadd(f"{book.prefix}running:train", {"s": 1})
@@ -255,6 +386,22 @@ async def test_leases_when_an_outage_ends_then_a_session_has_its_own_lifetime(bo
     expiry = await book.redis.zscore(f"{book.prefix}running:train", "s")
     seconds, _ = await book.redis.time()
     assert 3_500 < expiry / 1000 - seconds < 3_700
+
+
+async def test_session_when_no_worker_could_hear_its_agent_then_it_does_not_expire(book, sessions):
+    await sessions.open("s")
+    await book.submit("row")
+    await book.lease(1)
+    await book.redis.hset(f"{book.prefix}meta", "heard", 1)
+    for task_id in ("s", "row"):
+        await book.expire_lease(task_id)
+    assert await book.counts() == {"running": 1, "queued": 1}
+    assert await book.state("s") == "running"
+    await book.lease(1)  # a worker is back: from now on its agent has all of its time
+    await book.store.sweep()
+    assert await book.state("s") == "running"
+    await book.expire_lease("s")
+    assert await book.state("s") == "expired"
 
 
 async def test_session_when_all_attempts_have_ended_then_completed_and_trained_once(book, sessions):

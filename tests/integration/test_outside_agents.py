@@ -213,6 +213,24 @@ async def test_stream_when_its_client_hangs_up_then_nothing_more_is_sampled(stac
     await request(urls, "POST", f"/sessions/{opened['id']}/v1/completions", key, again)
 
 
+async def test_attempts_when_one_agent_is_silent_then_the_others_are_delivered(urls, ledger):
+    asked = {"n": 3, "ttl_s": 3.0, "purpose": "serve"}
+    opened = await request(urls, "POST", "/v1/sessions", body=asked)
+    *ended, silent = [(f"/sessions/{each['id']}", each["api_key"]) for each in opened["sessions"]]
+    call = {"prompt": "1+1=", "max_tokens": 4}
+    await request(urls, "POST", f"{silent[0]}/v1/completions", silent[1], call)
+    for number, (path, key) in enumerate(ended):
+        await request(urls, "POST", f"{path}/v1/completions", key, call)
+        await request(urls, "POST", f"{path}/end", key, {"reward": number})
+    assert await ledger.wait_tasks([opened["task_id"]], 30.0)
+    states = [(await request(urls, "GET", *each))["state"] for each in (*ended, silent)]
+    assert states == ["delivered", "delivered", "expired"]
+    with pytest.raises(Refused, match=r"410 .*silent for 3 s; 2 of 3 attempts had ended"):
+        await request(urls, "POST", f"{silent[0]}/end", silent[1], {"reward": 9})
+    [record] = await ledger.get_tasks([opened["task_id"]], include_groups=True)
+    assert [each.reward for each in record.group.trajectories] == [0.0, 1.0]
+
+
 async def test_attempts_when_several_then_one_group_once_all_have_ended(urls, ledger):
     incarnation, step = await register(ledger)
     opened = await request(urls, "POST", "/v1/sessions", body={"n": 3})

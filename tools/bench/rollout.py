@@ -114,6 +114,10 @@ class _Scorer:
         return [1.0] * len(items)
 
 
+async def _no_session(lease: Lease) -> TrajectoryGroup:
+    raise AssertionError(lease)
+
+
 class _Workflows:
     def __init__(self, workflow: RolloutWorkflow) -> None:
         self._workflow = workflow
@@ -150,6 +154,7 @@ async def run_executor(
         workflows=_Workflows(workflow),
         tokenizer=tokenizer(),
         observer=metrics,
+        session_group=_no_session,
     )
     cpu, wall = time.process_time(), time.perf_counter()
     tasks = [asyncio.create_task(executor.run()), asyncio.create_task(executor.keep_leases())]

@@ -58,6 +58,8 @@ class Lease:
     """Servers on which earlier attempts failed."""
     queued_time: float = 0.0
     """Since when it was queued, seconds since the epoch; 0: unknown."""
+    attempts: int = 0
+    """Those of a session whose agents fell silent: its group is made of those that have ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,12 +167,17 @@ class Lease(_message.Message):
     PARTIAL_FIELD_NUMBER: _builtins.int
     FAILED_SERVERS_FIELD_NUMBER: _builtins.int
     QUEUED_TIME_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Fencing token: grows with every lease of any task."""
     policy_version: _builtins.int
     """No request of this task may start on a server below this version."""
     partial: _builtins.bytes
     """Journal of an earlier attempt (opaque to the ledger); may be empty."""
+    attempts: _builtins.int
+    """The attempts of a session whose agents fell silent: make a group of those that have ended
+    (`GetSession`). 0: no session.
+    """
     @_builtins.property
     def task(self) -> _trajectory_pb2.Task: ...
     @_builtins.property
@@ -197,10 +202,11 @@ class Lease(_message.Message):
         partial: _builtins.bytes = ...,
         failed_servers: _abc.Iterable[_builtins.str] | None = ...,
         queued_time: _timestamp_pb2.Timestamp | None = ...,
+        attempts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queued_time", b"queued_time", "task", b"task", "time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_servers", b"failed_servers", "partial", b"partial", "policy_version", b"policy_version", "queued_time", b"queued_time", "task", b"task", "time_to_live", b"time_to_live", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "failed_servers", b"failed_servers", "partial", b"partial", "policy_version", b"policy_version", "queued_time", b"queued_time", "task", b"task", "time_to_live", b"time_to_live", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1851,6 +1857,7 @@ class GetSessionResponse(_message.Message):
     OUTCOME_PARTS_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    EXPIRED_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """No request may start on a server below this version."""
     key_digest: _builtins.str
@@ -1864,6 +1871,8 @@ class GetSessionResponse(_message.Message):
     """Whether `calls` continues those that the reader has. It has the calls after them, their new
     answers, and all rewards.
     """
+    expired: _builtins.bool
+    """Whether this attempt's agent was silent too long. The group is made without it."""
     @_builtins.property
     def record(self) -> _trajectory_pb2.TaskRecord: ...
     @_builtins.property
@@ -1892,10 +1901,11 @@ class GetSessionResponse(_message.Message):
         outcome_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         continued: _builtins.bool = ...,
         idle: _duration_pb2.Duration | None = ...,
+        expired: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "idle", b"idle", "lease", b"lease", "outcome", b"outcome", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "attempts", b"attempts", "calls", b"calls", "continued", b"continued", "ended", b"ended", "idle", b"idle", "key_digest", b"key_digest", "lease", b"lease", "outcome", b"outcome", "outcome_parts", b"outcome_parts", "policy_version", b"policy_version", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outcome", b"_outcome", "attempts", b"attempts", "calls", b"calls", "continued", b"continued", "ended", b"ended", "expired", b"expired", "idle", b"idle", "key_digest", b"key_digest", "lease", b"lease", "outcome", b"outcome", "outcome_parts", b"outcome_parts", "policy_version", b"policy_version", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outcome: _TypeAlias = _typing.Literal["outcome"]  # noqa: Y015
     _WhichOneofArgType__outcome: _TypeAlias = _typing.Literal["_outcome", b"_outcome"]  # noqa: Y015

@@ -326,8 +326,8 @@ class BufferServiceServicer:
     def OpenSession(self, request, context):
         """Begins a task that an outside agent runs: submits and leases it in one call. RESOURCE_EXHAUSTED
         if admission would not let an episode start. Idempotent by task_id and keys. The task ends by
-        CompleteTasks under its lease, or expires if its agent makes no call for `idle`; it is never
-        run again.
+        CompleteTasks under its lease. If its agents make no call for `idle`, it is queued for a worker
+        that makes a group of the attempts that have ended; if none has, it expires.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

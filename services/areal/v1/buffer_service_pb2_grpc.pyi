@@ -100,8 +100,8 @@ class BufferServiceStub:
     OpenSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.OpenSessionRequest, _buffer_service_pb2.OpenSessionResponse]
     """Begins a task that an outside agent runs: submits and leases it in one call. RESOURCE_EXHAUSTED
     if admission would not let an episode start. Idempotent by task_id and keys. The task ends by
-    CompleteTasks under its lease, or expires if its agent makes no call for `idle`; it is never
-    run again.
+    CompleteTasks under its lease. If its agents make no call for `idle`, it is queued for a worker
+    that makes a group of the attempts that have ended; if none has, it expires.
     """
     GetSession: _grpc.UnaryUnaryMultiCallable[_buffer_service_pb2.GetSessionRequest, _buffer_service_pb2.GetSessionResponse]
     """Returns one attempt of such a task, with its model calls."""
@@ -182,8 +182,8 @@ class BufferServiceAsyncStub(BufferServiceStub):
     OpenSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.OpenSessionRequest, _buffer_service_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Begins a task that an outside agent runs: submits and leases it in one call. RESOURCE_EXHAUSTED
     if admission would not let an episode start. Idempotent by task_id and keys. The task ends by
-    CompleteTasks under its lease, or expires if its agent makes no call for `idle`; it is never
-    run again.
+    CompleteTasks under its lease. If its agents make no call for `idle`, it is queued for a worker
+    that makes a group of the attempts that have ended; if none has, it expires.
     """
     GetSession: _aio.UnaryUnaryMultiCallable[_buffer_service_pb2.GetSessionRequest, _buffer_service_pb2.GetSessionResponse]  # type: ignore[assignment]
     """Returns one attempt of such a task, with its model calls."""
@@ -393,8 +393,8 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_buffer_service_pb2.OpenSessionResponse, _abc.Awaitable[_buffer_service_pb2.OpenSessionResponse]]:
         """Begins a task that an outside agent runs: submits and leases it in one call. RESOURCE_EXHAUSTED
         if admission would not let an episode start. Idempotent by task_id and keys. The task ends by
-        CompleteTasks under its lease, or expires if its agent makes no call for `idle`; it is never
-        run again.
+        CompleteTasks under its lease. If its agents make no call for `idle`, it is queued for a worker
+        that makes a group of the attempts that have ended; if none has, it expires.
         """
 
     @_abc_1.abstractmethod

@@ -1,8 +1,9 @@
 -- ARGV: worker id, max tasks, boot of the worker (0: its id is of this life only)
 -- Returns {reason, leases}; a lease: {id, body, token, policy version, partial, failed servers,
--- queued since}.
+-- queued since, attempts of a session (0: it is none)}.
 local worker, most, boot = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 if boot > 0 then begin_life(worker, boot) end
+set(META, 'heard', int(NOW))
 local meta = read_meta()
 local slots = meta.max_concurrent_rollouts - count('all:running')
 local headroom, why = admission(meta)
@@ -53,7 +54,8 @@ local function lease(id)
     partial = ''
     drop_journal(task)
   end
-  if partial == '' then task.floor = meta.policy_version end
+  -- The tokens of a session are there, and as old as they are.
+  if partial == '' and task.sessions == 0 then task.floor = meta.policy_version end
   bytes = bytes + #(stored[1] or '') + #partial
   meta.token = meta.token + 1
   add(META, 'token', 1)
@@ -61,7 +63,7 @@ local function lease(id)
     NOW + CONFIG.lease_ttl_ms)
   call('HDEL', task.key, 'revoked')
   return {id, under_newest_recipe(task, stored[1] or ''), meta.token, meta.policy_version, partial,
-    stored[3] or '', task.since}
+    stored[3] or '', task.since, task.sessions}
 end
 
 local leases = {}

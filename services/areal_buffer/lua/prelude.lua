@@ -199,7 +199,9 @@ local function enter_queue(task)
   if task.deadline > 0 then put('deadlines', task.id, int(task.deadline)) end
 end
 
--- A task with sessions is run by outside agents, once; `sessions`: its attempts.
+-- A task with sessions is run by outside agents, once; `sessions`: its attempts. When they fell silent, its
+-- record has `silent`: the attempts that had not ended by then. From then on it is the task of workers, one of
+-- which makes a group of the attempts that had.
 local function calls_key(task, attempt) return P .. 'calls:' .. task.id .. '/' .. int(attempt) end
 
 local function drop_calls(task)
@@ -391,13 +393,34 @@ local ATTEMPTS = {
   too_stale = {field = 'regen', limit = CONFIG.max_regenerations + 1},
 }
 
+-- No one could run a session again. But what its ended attempts did is there: it is queued for a worker that
+-- makes their group, and again where that worker fails. Without such attempts, too stale, refused, or after too
+-- many failures it expires.
+local function end_session(task, cause, detail)
+  local silent = {}
+  for attempt = 0, task.sessions - 1 do
+    if call('HEXISTS', calls_key(task, attempt), 'ended') == 0 then silent[#silent + 1] = int(attempt) end
+  end
+  local again = #silent < task.sessions and (cause == '' or cause == 'infrastructure' and
+    call('HINCRBY', task.key, 'infra', 1) < CONFIG.max_infrastructure_attempts)
+  if not again then return move(task, 'expired', {'cause', cause, 'reason', detail}) end
+  -- A call that is under way must not renew it: for its agents it is over.
+  local changes = {'revoked', '1'}
+  if call('HSETNX', task.key, 'silent', table.concat(silent, ',')) == 1 then
+    changes[3], changes[4] = 'reason', detail .. '; ' .. int(task.sessions - #silent) .. ' of ' ..
+      int(task.sessions) .. ' attempts had ended'
+  end
+  move(task, 'queued', changes)
+end
+
+-- How long a lease lasts: that of a session as long as its agents may be silent.
+local function lease_ttl(idle, silent) return tonumber(idle and not silent and idle or CONFIG.lease_ttl_ms) end
+
 -- Ends an attempt: back to the front of the queue, or to the dead letters once the limit of that
 -- cause is reached. An empty cause counts against nothing. `site`: what workflow errors that are
 -- alike share.
 local function end_attempt(task, cause, detail, traceback, site)
-  if task.sessions > 0 then  -- no one could run it again
-    return move(task, 'expired', {'cause', cause, 'reason', detail})
-  end
+  if task.sessions > 0 then return end_session(task, cause, detail) end
   if cause ~= '' then
     local limit = ATTEMPTS[cause]
     if cause == 'workflow_error' then

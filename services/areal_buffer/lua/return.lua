@@ -9,7 +9,8 @@ local function return_lease(at)
   local task = task_or_fail(ARGV[at])
   if task.state == 'dead_lettered' and tonumber(token) == task.token then return task.state end
   check_lease(task, token)
-  -- At the limit the next attempts start afresh.
+  -- At the limit the next attempts start afresh. The partial work of a session is its agents' calls.
+  if task.sessions > 0 then partial = '' end
   if partial ~= '' and held() + #partial - task.journal > LIMIT then partial = '' end
   if partial ~= '' then
     call('HSET', task.key, 'partial', partial, 'journal', #partial)
@@ -18,7 +19,7 @@ local function return_lease(at)
   end
   -- Returned before, or expired: that attempt has been counted.
   if task.state == 'queued' then return task.state end
-  if partial == '' then drop_journal(task) end
+  if partial == '' and task.sessions == 0 then drop_journal(task) end
   if server ~= '' then
     local failed = call('HGET', task.key, 'failed_servers') or ''
     if not string.find('\n' .. failed .. '\n', '\n' .. server .. '\n', 1, true) and #failed < 4096 then

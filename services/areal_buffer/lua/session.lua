@@ -9,12 +9,13 @@ local task, token, attempt, what = task_or_fail(ARGV[1]), tonumber(ARGV[2]), ton
 if task.sessions <= attempt then fail('NotFound', 'session ' .. task.id .. '-' .. int(attempt) .. ': unknown') end
 local key = calls_key(task, attempt)
 if what == 'end' and task.done_token == token and token > 0 then return {0, 0} end
-if task.state ~= 'running' or task.token ~= token then
+local ended = call('HEXISTS', key, 'ended') == 1
+local over = call('HEXISTS', task.key, 'silent') == 1
+if task.state ~= 'running' or task.token ~= token or over and not (ended and what == 'end') then
   fail('LeaseLost', 'session ' .. task.id .. ' is ' .. task.state .. (task.reason ~= '' and ': ' .. task.reason or ''))
 end
-local ended = call('HEXISTS', key, 'ended') == 1
 if ended and what ~= 'end' then fail('LeaseLost', 'session ' .. task.id .. '-' .. int(attempt) .. ' has ended') end
-put('running:' .. task.purpose, task.id, int(NOW + tonumber(call('HGET', task.key, 'idle'))))
+if not over then put('running:' .. task.purpose, task.id, int(NOW + tonumber(call('HGET', task.key, 'idle')))) end
 
 local added = 0
 local function write(field, value)

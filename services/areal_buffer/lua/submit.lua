@@ -39,7 +39,7 @@ for i = 4, #ARGV, 6 do
       state = 'new', want = '', size = 0}
     if task.state ~= 'new' then
       call('HDEL', task.key, 'attempts', 'infra', 'regen', 'cause', 'reason', 'deadline', 'revoked', 'trainer',
-        'sessions', 'keys', 'salt', 'idle')
+        'sessions', 'keys', 'salt', 'idle', 'silent')
       task.sessions = 0
     end
     task.seq, task.deadline, task.trainer = seq, deadline, ARGV[1] ~= '0' and '1' or ''

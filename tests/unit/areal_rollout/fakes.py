@@ -47,6 +47,15 @@ def lease(task_id, token=1, version=0, workflow="rlvr", partial=b"", failed=(), 
     return Lease(task, token, version, 30.0, partial, failed)
 
 
+class FakeSessions(dict):
+    """The groups of sessions by task, or why there is none."""
+
+    async def group(self, lease):
+        if isinstance(found := self[lease.task.task_id], Exception):
+            raise found
+        return found
+
+
 @dataclass
 class FakeLedger:
     """Leases from a list; records every ending."""
@@ -218,7 +227,7 @@ class Rig:
     def __init__(self, function=None, workflow=Calling, generation=None, **config):
         self.ledger, self.generation = FakeLedger(), generation or FakeGeneration()
         self.scorer, self.observer = FakeScorer(), FakeObserver()
-        self.workflows = FakeWorkflows(rlvr=workflow(function))
+        self.workflows, self.sessions = FakeWorkflows(rlvr=workflow(function)), FakeSessions()
         self.executor = Executor(
             RolloutConfig(**{"worker_id": "w", "capacity": 64, "lease_wait_s": 0.05, **config}),
             buffer=self.ledger,
@@ -229,6 +238,7 @@ class Rig:
                 make_byte_tokenizer(), chat_template=CHAT_TEMPLATE, eos_token_ids=[END_ID]
             ),
             observer=self.observer,
+            session_group=self.sessions.group,
         )
 
     async def __aenter__(self):

@@ -11,7 +11,7 @@ from tests.unit.areal_rollout.fakes import Rig, group_of_four, lease, one_sample
 from areal.errors import InvalidInput, Unavailable, WaitTimeout, WorkflowError
 from areal.protocol.leases import ReturnCause
 from areal.protocol.scores import ScoreError, ScoreFailure
-from areal.types import Purpose
+from areal.types import Purpose, TrajectoryGroup
 from areal.workflows.base import make_trajectory
 from areal_rollout.generation.client import GenerationFailed
 from areal_rollout.journal import decode
@@ -31,6 +31,19 @@ async def test_episode_when_it_succeeds_then_its_group_is_handed_in_with_ids():
     assert (name, digest, kwargs, len(items)) == ("math", "", {}, 4)
     assert items[0].data == {"answer": "4"}
     assert rig.observer.outcomes == {"completed": 1}
+
+
+async def test_session_when_leased_then_the_group_of_its_ended_attempts_is_handed_in():
+    async with Rig() as rig:
+        group = TrajectoryGroup("kept", [])
+        errors = {"away": Unavailable("buffer"), "bad": InvalidInput("no reward")}
+        rig.sessions.update(kept=group, **errors)
+        rig.ledger.add(*[replace(lease(name, workflow="x"), attempts=3) for name in rig.sessions])
+        await rig.ended(3)
+    assert rig.ledger.completed == {"kept": group}
+    causes = {name: cause for name, (cause, _) in rig.ledger.returned.items()}
+    assert causes == {"away": ReturnCause.INFRASTRUCTURE, "bad": ReturnCause.WORKFLOW_ERROR}
+    assert not rig.generation.requests
 
 
 async def test_episode_when_its_version_is_gone_then_refused_by_name():

@@ -67,6 +67,7 @@ class BufferWorker(Role):
                 partial=lease.partial,
                 failed_servers=tuple(lease.failed_servers),
                 queued_time=lease.queued_time.ToMilliseconds() / 1000,
+                attempts=lease.attempts,
             )
             for lease in response.leases
         ]
