@@ -86,11 +86,12 @@ sglang-gpu: .venv-sglang-gpu/.set-up ## Install SGLang for GPUs into .venv-sglan
 test-sglang: $(STAMP) sglang ## Run the engines' conformance suite on the CPU engine and on real SGLang
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py tests/integration/test_agent_sessions.py tests/integration/test_gateway_engines.py $(ARGS)
 
-test-harness: $(STAMP) ## Test mini-swe-agent, Claude Code and Codex, unmodified, as agents (downloads them into .venv-harness)
+test-harness: $(STAMP) sglang ## Test mini-swe-agent, Claude Code and Codex, unmodified, as agents (downloads them into .venv-harness)
 	$(BIN)/python -m venv .venv-harness
-	.venv-harness/bin/pip install -q mini-swe-agent==2.4.6 'litellm[proxy]==1.106.2' mcp==2.3.0
+	.venv-harness/bin/pip install -q uv==0.13.9
+	.venv-harness/bin/uv pip install -q --python .venv-harness/bin/python mini-swe-agent==2.4.6 'litellm[proxy]==1.106.2' mcp==2.3.0
 	npm install --silent --no-audit --no-fund --prefix .venv-harness @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
-	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
+	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
 
 test-agents-sdk: $(STAMP) ## Test OpenAI's Agents SDK, unmodified, as an agent (downloads it into build/agents-sdk)
 	$(BIN)/python -m venv .venv-agents-sdk
