@@ -225,7 +225,7 @@ def test_source_when_another_model_is_there_then_it_is_refused(job: Job, hub: Hu
     assert job.run("hf://lab/tiny@v1", HF_ENDPOINT=hub.url)[0] == 0
     code, said = job.run("hf://lab/tiny@main", HF_ENDPOINT=hub.url)
     assert code == 2
-    assert "is hf://lab/tiny@v1 already" in said
+    assert "already holds hf://lab/tiny@v1" in said
     assert "set model.path to another folder" in said
 
 

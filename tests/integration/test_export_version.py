@@ -61,7 +61,7 @@ def test_export_when_steps_were_evaluated_then_best_latest_and_a_number_are_writ
     assert "| held | 0.9000 |" in (tmp_path / "best" / "README.md").read_text()
     with pytest.raises(NotFound, match=r"2: no such checkpoint; kept: 1, 4"):
         export_version(run, "2", tmp_path / "two")
-    with pytest.raises(InvalidInput, match="'newest': expected best, latest, or the number"):
+    with pytest.raises(InvalidInput, match="'newest': expected best, latest, or the step"):
         export_version(run, "newest", tmp_path / "two")
     with pytest.raises(InvalidInput, match="already exists, expected a new folder"):
         export_version(run, "latest", tmp_path / "best")
