@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.contract.ledger_model import Model
+from tests.contract.ledger_model import Model, T
 from tests.ledger_support import (
     EMPTY,
     FULL,
@@ -229,7 +229,21 @@ class LedgerMachine(RuleBasedStateMachine):
     def update_session(self, at: int, older: bool, attempt: int, what: str) -> None:
         sessions = [t for t in self.model.tasks.values() if t.attempts]
         task = sessions[-1 - at % len(sessions)]
-        token = max(1, task.token - older)
+        self.change_session(task, max(1, task.token - older), attempt, what)
+
+    @rule(task_id=st.sampled_from(IDS[1::2]), most=st.integers(0, 6))
+    def agents_fall_silent(self, task_id: str, most: int) -> None:
+        """One of two attempts has ended; then a worker may get the task, among others."""
+        self.open_session(task_id, False)
+        task = self.model.tasks.get(task_id)
+        if task and task.attempts and task.state == "running":
+            self.change_session(task, task.token, 0, "begin")
+            self.change_session(task, task.token, 0, "end")
+            self.expire_task(task_id)
+            if most:
+                self.lease(most)
+
+    def change_session(self, task: T, token: int, attempt: int, what: str) -> None:
         lease = pb.LeaseRef(task_id=task.id, token=token)
         request = pb.UpdateSessionRequest(lease=lease, attempt=attempt)
         if what == "begin":
@@ -310,7 +324,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.issued)
     @rule(at=st.integers(0, 4))
     def expire(self, at: int) -> None:
-        task_id, _ = self.lease_at(at)
+        self.expire_task(self.lease_at(at)[0])
+
+    def expire_task(self, task_id: str) -> None:
         self.model.expire_leases([task_id])
         self.model.make_room()  # the sweep releases what is old, whether or not room is needed
         self.run(self.book.expire_lease(task_id))

@@ -14,6 +14,8 @@ import pytest
 from tests.buffer_client import BufferClient
 from tests.integration.gateway_agents import Refused, agents_stack, request
 
+from areal.clients.connections import connect_redis, redis_prefix
+
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
@@ -213,8 +215,16 @@ async def test_stream_when_its_client_hangs_up_then_nothing_more_is_sampled(stac
     await request(urls, "POST", f"/sessions/{opened['id']}/v1/completions", key, again)
 
 
-async def test_attempts_when_one_agent_is_silent_then_the_others_are_delivered(urls, ledger):
-    asked = {"n": 3, "ttl_s": 3.0, "purpose": "serve"}
+async def fall_silent(stack, task_id):
+    """As if the agents of a session had made no call for all of its time."""
+    config = stack[0].config
+    async with connect_redis(config.endpoints.redis) as redis:
+        running = f"{redis_prefix(config.namespace)}running:serve"
+        assert await redis.zadd(running, {task_id: 1}, xx=True, ch=True) == 1
+
+
+async def test_attempts_when_one_agent_is_silent_then_the_others_are_delivered(stack, urls, ledger):
+    asked = {"n": 3, "ttl_s": 300.0, "purpose": "serve"}
     opened = await request(urls, "POST", "/v1/sessions", body=asked)
     *ended, silent = [(f"/sessions/{each['id']}", each["api_key"]) for each in opened["sessions"]]
     call = {"prompt": "1+1=", "max_tokens": 4}
@@ -222,10 +232,11 @@ async def test_attempts_when_one_agent_is_silent_then_the_others_are_delivered(u
     for number, (path, key) in enumerate(ended):
         await request(urls, "POST", f"{path}/v1/completions", key, call)
         await request(urls, "POST", f"{path}/end", key, {"reward": number})
+    await fall_silent(stack, opened["task_id"])
     assert await ledger.wait_tasks([opened["task_id"]], 30.0)
     states = [(await request(urls, "GET", *each))["state"] for each in (*ended, silent)]
     assert states == ["delivered", "delivered", "expired"]
-    with pytest.raises(Refused, match=r"410 .*silent for 3 s; 2 of 3 attempts had ended"):
+    with pytest.raises(Refused, match=r"410 .*silent for 300 s; 2 of 3 attempts had ended"):
         await request(urls, "POST", f"{silent[0]}/end", silent[1], {"reward": 9})
     [record] = await ledger.get_tasks([opened["task_id"]], include_groups=True)
     assert [each.reward for each in record.group.trajectories] == [0.0, 1.0]
