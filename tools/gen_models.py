@@ -190,7 +190,8 @@ def render(rows: list[Row]) -> str:
         "",
         f"## Refused ({count(REFUSED)})",
         "",
-        "A run with one of these models stops at its start and prints the reason.",
+        "A run with one of these models stops at its start and prints the reason. "
+        "Lengths in the table are those of the tiny test models.",
         "",
         *table(REFUSED, notes="why"),
         "",

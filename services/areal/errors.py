@@ -101,7 +101,9 @@ class PromptDrift(WorkflowError):
 
 
 class TrainingDiverged(ArealError):
-    """`optimizer.max_skipped_steps` gradients in a row were not finite; every rank raises it.
+    """Several gradients in a row were not finite; every rank raises it.
+
+    The number is 3 by default (`OptimizerConfig.max_skipped_steps`, which can be set only in code).
 
     Attributes:
         cause: Which of loss, gradient, logprobs and inputs is not finite, and on which ranks.

@@ -68,11 +68,12 @@ class GenerationHyperparameters:
     """Sampling parameters."""
 
     n_samples: Annotated[int, Ge(1)] = 1
-    """Samples per task, that is, the size of its group."""
+    """Samples per task, that is, the size of the group."""
     max_new_tokens: Annotated[int, Ge(1)] = 512
     """Maximum number of tokens per sample."""
     min_new_tokens: int = field(default=0, metadata={"omegaconf_ignore": True})
-    """No stop token is sampled before this many tokens. Not a configuration key: for workflows."""
+    """No stop token is sampled before this many tokens. Set it in a workflow; it is not a
+    configuration key."""
     temperature: float = 1.0
     """0 means greedy, which is for evaluation only. Logprobs are those of the temperature-scaled
     distribution; training compares them at this temperature."""
@@ -82,7 +83,7 @@ class GenerationHyperparameters:
     top_k: int = -1
     """Top-k sampling; -1 turns it off. Logprobs and the warning are the same as with `top_p`."""
     greedy: bool = field(default=False, metadata={"omegaconf_ignore": True})
-    """Same as temperature 0. Not a configuration key: for workflows."""
+    """Same as temperature 0. Set it in a workflow; it is not a configuration key."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a sample, in addition to the model's end-of-sequence token."""
 

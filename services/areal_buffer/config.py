@@ -43,7 +43,7 @@ class BufferConfig:
     max_regenerations: int = 3
     """Times a group is generated again for being too stale before it is dead-lettered."""
     kept_place_ms: int = 5_000
-    """How long a place is kept for an agent that was refused a session: it asks again."""
+    """How long a slot is kept for an agent that was refused a session: it asks again."""
 
     @classmethod
     def from_experiment(cls, config: GRPOConfig) -> BufferConfig:

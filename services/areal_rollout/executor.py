@@ -92,7 +92,7 @@ class Executor:
         observer: Observer,
         session_group: Callable[[Lease], Awaitable[TrajectoryGroup]],
     ) -> None:
-        """Takes what it calls; `session_group` makes the group of a session's ended attempts."""
+        """Takes what it calls; `session_group` builds the group of a session's ended attempts."""
         self._config = config
         self._buffer = buffer
         self._generation = generation

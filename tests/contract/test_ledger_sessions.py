@@ -143,7 +143,7 @@ async def test_session_when_queued_rows_fill_every_place_then_it_gets_every_othe
         if given:
             row, token = given[0].task.task_id, given[0].token
             continue
-        assert reason.endswith("places reserved for agents whose session was refused: 1")
+        assert reason.endswith("slots reserved for agents whose session was refused: 1")
         await sessions.open(f"s{step}")
         row, token = f"s{step}", await sessions.token(f"s{step}")
     assert order == ["t0", "s1", "t1", "s3"]

@@ -144,9 +144,9 @@ class FSDPPPOActor:
             become part of the step's row in the run's metrics.
 
         Raises:
-            TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
-                batch is saved in the run folder (see `areal.engines.failed_step`); no weights are
-                published.
+            TrainingDiverged: Several gradients in a row were not finite (3 by default;
+                `OptimizerConfig.max_skipped_steps`, which can be set only in code). The batch is
+                saved in the run folder (see `areal.engines.failed_step`); no weights are published.
         """
         start = time.monotonic()
         try:
@@ -172,7 +172,8 @@ class FSDPPPOActor:
             per loss token.
 
         Raises:
-            TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite.
+            TrainingDiverged: Several gradients in a row were not finite (3 by default;
+                `OptimizerConfig.max_skipped_steps`, which can be set only in code).
             InvalidInput: `distillation.ask` was not called on this batch.
         """
         start = time.monotonic()

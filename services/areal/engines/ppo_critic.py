@@ -82,9 +82,9 @@ class FSDPPPOCritic:
             the step's row in the run's metrics.
 
         Raises:
-            TrainingDiverged: `optimizer.max_skipped_steps` gradients in a row were not finite. The
-                batch is saved in the run folder (see `areal.engines.failed_step`); no weights are
-                published.
+            TrainingDiverged: Several gradients in a row were not finite (3 by default;
+                `OptimizerConfig.max_skipped_steps`, which can be set only in code). The batch is
+                saved in the run folder (see `areal.engines.failed_step`); no weights are published.
         """
         try:
             stats = self._critic.ppo_update(batch)

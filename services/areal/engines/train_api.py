@@ -138,8 +138,9 @@ class TrainEngine(abc.ABC):
 
         Raises:
             CapacityExceeded: For the same reason as `accumulate`.
-            TrainingDiverged: `optimizer.max_skipped_steps` steps in a row were skipped because
-                their gradient was not finite; every rank raises it.
+            TrainingDiverged: Several gradients in a row were not finite (3 by default;
+                `OptimizerConfig.max_skipped_steps`, which can be set only in code). Every rank
+                raises it.
         """
         self.accumulate(batch, loss_fn, loss_weight_fn, head=head)
         return self.apply()

@@ -91,7 +91,7 @@ if #leases == 0 then
   if slots <= 0 then
     why = 'admission: max_concurrent_rollouts reached: ' .. int(meta.max_concurrent_rollouts) .. ' running'
   elseif kept > 0 and count('all:queued') > 0 then
-    why = why .. '; places reserved for agents whose session was refused: ' .. int(kept)
+    why = why .. '; slots reserved for agents whose session was refused: ' .. int(kept)
   elseif clients_slots <= 0 and not blocked and count('serve:queued') > 0 then
     why = 'admission: of max_concurrent_rollouts ' .. int(meta.max_concurrent_rollouts) .. ', ' ..
       int(count('serve:running')) .. ' run serve tasks; the rest is for training'

@@ -21,7 +21,7 @@ local running = count('all:running')
 if running >= meta.max_concurrent_rollouts then
   headroom, why = 0, 'admission: max_concurrent_rollouts reached: ' .. int(running) .. ' running'
 elseif purpose == 'serve' then
-  headroom, why = select(2, serve_room(meta)), 'admission: the other places are for training'
+  headroom, why = select(2, serve_room(meta)), 'admission: the other slots are for training'
 end
 local turn = 'kept_' .. purpose
 if headroom <= 0 then

@@ -455,8 +455,8 @@ local function read_meta()
   return meta
 end
 
--- An agent outside that was refused a place asks again in a second (open.lua); queued tasks take a free
--- place at once, so it would never get one. META's `kept_train` and `kept_serve`: until when (ms) a place
+-- An agent outside that was refused a slot asks again in a second (open.lua); queued tasks take a free
+-- slot at once, so it would never get one. META's `kept_train` and `kept_serve`: until when (ms) a slot
 -- is kept for the next session; -1: a session had the last one, so a queued task is next; 0: neither.
 local function kept_place(meta, purpose)
   local left = meta['kept_' .. purpose] - NOW

@@ -35,7 +35,7 @@ LOOK_INTERVAL_S = 1.0
 # Slurm's controller serves everybody: it is asked less often than our own files.
 ASK_INTERVAL_S = 5.0
 END_TIMEOUT_S = 120.0
-# Slurm may give no answer for so long before following is given up; the job continues.
+# Slurm may give no answer for this long before following is given up; the job continues.
 SILENCE_S = 600.0
 
 

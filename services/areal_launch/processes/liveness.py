@@ -25,7 +25,7 @@ _MOST_BETWEEN_S = 10.0
 
 
 async def wait_silent(probe: Probe | None, pid: int, silent_s: float) -> str:
-    """Returns once the process has given no sign of life for so long; says what was last seen."""
+    """Returns once the process has given no sign of life for this long; says what was last seen."""
     silent, before = 0.0, time.monotonic()
     while True:
         await asyncio.sleep(min(PULSE_S, silent_s / 4))

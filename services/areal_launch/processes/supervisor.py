@@ -51,7 +51,7 @@ WINDOW_S = 600.0
 # Redis, NATS, logs and a small checkpoint begin to fail at once below this.
 LEAST_BYTES = 16 * 1024 * 1024
 WAIT_S = 3600.0
-"""A disk that stays full for so long is given up."""
+"""A disk that stays full for this long is given up."""
 LOOK_INTERVAL_S = 1.0
 """Nothing announces free space: it is looked for."""
 FreeBytes = Callable[[Path], int]
@@ -93,10 +93,10 @@ class RestartPolicy:
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
     silent_s: float = 50.0
-    """A job without a sign of life for so long is killed. Ranks that watch each other need 30 s
+    """A job without a sign of life for this long is killed. Ranks that watch each other need 30 s
     and some to leave, and name the culprit: they go first."""
     steady_s: float = 20.0
-    """A process that was up for so long is not crash-looping: the next delay is the first."""
+    """A process that was up for this long is not crash-looping: the next delay is the first."""
 
 
 # (level: info | warning | error, process name, text)

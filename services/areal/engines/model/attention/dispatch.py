@@ -224,8 +224,9 @@ def _checked(
     longest = layout.longest
     if sliding_window is None and window is not None and longest > window:
         raise InvalidInput(
-            f"{name} does not tell attention its sliding window of {window} tokens, which {kernel} "
-            f"attention cannot apply to a sequence of {longest}"
+            f"{name} does not pass its sliding window of {window} tokens to the attention "
+            f"function, so {kernel} attention cannot apply the window to a sequence of "
+            f"{longest} tokens"
         )
     return layout
 
