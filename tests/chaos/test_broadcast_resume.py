@@ -167,7 +167,7 @@ def rig(tmp_path: Path) -> Iterator[TrainerRig]:
         yield rig
 
 
-def test_trainer_when_killed_between_broadcast_and_store_then_servers_have_what_it_makes_anew(
+def test_trainer_when_killed_between_broadcast_and_store_then_servers_get_the_version_created_again(
     rig: TrainerRig, tmp_path: Path
 ) -> None:
     file = tmp_path / "no-folder"
