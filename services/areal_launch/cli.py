@@ -1,6 +1,6 @@
 """The command line: `areal run | up | check | doctor | down | status | scale | submit | logs | …`.
 
-Only arguments live here; each command imports its work when it is called, so `--help` is fast.
+Only arguments are here; each command imports its code when it is called, so `--help` is fast.
 Exit codes: 0 done, 1 failed, 2 bad input (nothing was started or changed), 130 interrupted.
 """
 
@@ -20,9 +20,9 @@ from areal.errors import ArealError, InvalidInput
 
 class _Commands(TyperGroup):
     def invoke(self, ctx: typer.Context) -> None:  # type: ignore[override]
-        """Runs a command, which returns its exit code; an error of ours is one line.
+        """Runs a command and exits with the code it returns; prints one of our errors as one line.
 
-        2: what was asked for cannot be read or makes no sense. 1: everything else that went wrong.
+        Exit code 2: the input cannot be read or makes no sense. 1: any other error.
         """
         try:
             code = super().invoke(ctx)
@@ -52,7 +52,7 @@ app.add_typer(versions, name="versions")
 
 
 class RunsOn(StrEnum):
-    """Where `areal run` starts what the recipe needs."""
+    """Where `areal run` starts the processes of a run."""
 
     LOCAL = "local"
     SLURM = "slurm"
@@ -61,7 +61,7 @@ class RunsOn(StrEnum):
 
 
 class ExportAs(StrEnum):
-    """What `areal export` makes of kept trajectories."""
+    """Formats in which `areal export` writes kept trajectories."""
 
     ROWS = "rows"
     SFT = "sft"
@@ -76,7 +76,7 @@ Overrides = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", help="Experiment file; default: the recipe's path, ending in .yaml."),
+    typer.Option("--config", help="Experiment file; default: the recipe's path with suffix .yaml."),
 ]
 Run = Annotated[
     Path | None,
@@ -123,7 +123,7 @@ def run(
     ] = False,
     accept_changes: AcceptChanges = False,
 ) -> int:
-    """Start everything the recipe needs, here or on a cluster; train; clean up.
+    """Start everything the recipe needs, here or on a cluster, then train and clean up.
 
     Running a trial again resumes it. A service whose address is in the
     `endpoints` section of the experiment file is used; all others are started.
@@ -180,7 +180,7 @@ def serve(
         typer.Option(
             min=1,
             max=65000,
-            help="Port of the first server; each other one takes the next port, or any free one.",
+            help="Port of the first server; the others take the next ports, or any free ones.",
         ),
     ] = 30000,
     gpus: Annotated[int, typer.Option(min=0, help="GPUs per server; 0: CPU engine.")] = 0,
@@ -231,7 +231,7 @@ def config(
     config: Config = None,
     from_areal: Annotated[
         Path | None,
-        typer.Option(help="Convert this file of AReaL instead, and print the result."),
+        typer.Option(help="Instead, convert this AReaL experiment file and print the result."),
     ] = None,
 ) -> int:
     """Print the complete experiment file that `areal run` would use; start nothing."""

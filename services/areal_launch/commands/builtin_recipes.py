@@ -1,4 +1,4 @@
-"""`areal run trainer.type=sft …`: a recipe of the repository instead of one's own."""
+"""`areal run trainer.type=sft …`: runs a recipe of the repository instead of your own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECIPES = {
     "rw": "reward_model.py",
     "sft": "gsm8k_sft.py",
 }
-"""By `trainer.type`."""
+"""File names in `EXAMPLES`, by `trainer.type`."""
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 

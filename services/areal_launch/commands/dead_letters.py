@@ -27,7 +27,7 @@ _KEPT = 200
 
 
 def describe(row: Mapping[str, Any], now: float) -> str:
-    """Returns a dead letter (see `as_row`) for people: heading, cause, traceback."""
+    """Returns a dead letter (see `as_row`) as text: heading, cause, traceback."""
     attempts = row["attempts"] + row["infrastructure_attempts"]
     ago = f", {_age(now - row['end_time'])} ago" if row["end_time"] is not None else ""
     lines = [f"{row['task_id']}   {row['cause']}, {attempts} attempts{ago}"]
@@ -123,7 +123,7 @@ def drop_dead_letters(
 
 
 def _report(event: str, words: str, done: int, task_ids: list[str], *, as_json: bool) -> int:
-    """Exit code 1 when one that was named is not on the list."""
+    """Prints the result; returns exit code 1 if a named task is not on the list."""
     missing = max(0, len(set(task_ids)) - done)
     if as_json:
         print_event(event, tasks=done, not_on_the_list=missing)

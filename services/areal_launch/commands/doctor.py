@@ -1,4 +1,4 @@
-"""`areal doctor`: a table, or JSON; exit code 1 when a run would fail."""
+"""`areal doctor`: prints a table or JSON; exit code 1 if a run would fail."""
 
 from __future__ import annotations
 

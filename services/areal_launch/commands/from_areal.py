@@ -1,4 +1,4 @@
-"""AReaL's experiment files as ours, key by key: `areal config --from-areal FILE`.
+"""Converts AReaL's experiment files to ours, key by key: `areal config --from-areal FILE`.
 
     their YAML ── RULES ──> our keys ──> YAML
                     └─────> comments: what has no key here, and what to do instead
@@ -56,10 +56,10 @@ class Converted:
     keys: dict[str, Any] = field(default_factory=dict)
     """Dotted key to value."""
     notes: dict[str, list[str]] = field(default_factory=dict)
-    """What to do instead, to the keys that were not carried over as they were."""
+    """What to do instead, with the keys to which this applies."""
 
     def note(self, key: str, instead: str) -> None:
-        """Adds a key."""
+        """Adds a key to those to which `instead` applies."""
         self.notes.setdefault(instead, []).append(key)
 
 
@@ -71,9 +71,9 @@ class Rule:
     """How to convert one of AReaL's keys, or a section, if that is more than another name."""
 
     says: str
-    """For a person who converts by hand."""
+    """Text for a person who converts by hand."""
     apply: Apply | None = None
-    """Sets our keys; None: there are none, and `says` goes into the file as a comment."""
+    """Sets our keys; None: there are none, and `says` is written to the file as a comment."""
 
 
 def _allocation(out: Converted, text: str) -> None:
@@ -200,7 +200,7 @@ def _server_flag(key: str) -> Rule:
 
 
 def _only(key: str, supported: tuple[str, ...], ours: str | None = None) -> Rule:
-    """Converts a choice of which we know only some words."""
+    """Converts a choice of which we support only some values."""
 
     def apply(out: Converted, value: str) -> None:
         if value not in supported:
@@ -398,7 +398,7 @@ def convert(theirs: Mapping[Any, Any]) -> Converted:
 
 
 def _layout(out: Converted, values: dict[str, Any]) -> None:
-    """`allocation_mode`, of 1.0's two backends where it is not given itself."""
+    """Converts `allocation_mode` or, if it is not set, the two backends of 1.0."""
     backends = {key: values.pop(key, None) or "" for key in ("rollout.backend", "actor.backend")}
     if not values.get("allocation_mode"):
         values.pop("allocation_mode", None)
@@ -414,7 +414,7 @@ def _layout(out: Converted, values: dict[str, Any]) -> None:
 
 
 def _proximal(values: dict[str, Any]) -> str:
-    """Which logprobs the ratio is clipped around."""
+    """Returns which logprobs the ratio is clipped around."""
     decoupled = bool(values.pop("actor.use_decoupled_loss", False))
     recompute = bool(values.pop("actor.recompute_logprob", False))
     method = str(values.pop("actor.prox_logp_method", "recompute"))
@@ -424,7 +424,7 @@ def _proximal(values: dict[str, Any]) -> str:
 
 
 def _lora(values: dict[str, Any]) -> dict[str, Any]:
-    """Our section, if theirs is switched on; a value left out is AReaL's."""
+    """Returns our LoRA section if theirs is on; missing values have AReaL's defaults."""
     rank, alpha = values.pop("actor.lora_rank", 32), values.pop("actor.lora_alpha", 16)
     targets = values.pop("actor.target_modules", None) or []
     targets = [targets] if isinstance(targets, str) else targets
@@ -435,14 +435,14 @@ def _lora(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rule(key: str) -> str | Rule | None:
-    """Returns the rule of a key, else of the nearest section around it."""
+    """Returns the rule of a key, or else of the nearest section around it."""
     while key not in RULES and "." in key:
         key = key.rpartition(".")[0]
     return RULES.get(key)
 
 
 def _flat(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; a section that has a rule, and no key in it has one, stays whole."""
+    """Yields dotted keys and values; a section stays whole if it has a rule and its keys do not."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         inside = any(each.startswith(f"{key}.") for each in RULES)
@@ -485,7 +485,7 @@ def converted_yaml(file: Path) -> str:
 
 
 def _problem(tree: Mapping[str, Any]) -> str:
-    """What is wrong with the result, apart from keys of the recipe; "": nothing."""
+    """Returns what is wrong with the result, apart from the recipe's keys; "": nothing."""
     own = {key: value for key, value in tree.items() if key in GRPOConfig.__dataclass_fields__}
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(own, file)

@@ -54,7 +54,11 @@ def look(folder: RunFolder, timeout: float = 5.0) -> Snapshot:
 
 
 def show_status(run: Path | None, *, as_json: bool) -> int:
-    """Prints the state of a stack; exit code 1 when it is not running."""
+    """Prints the state of a running stack.
+
+    Raises:
+        NotFound: The stack is not running.
+    """
     folder = find_run(run)
     stack = folder.read_stack()
     if not folder.held():
@@ -68,7 +72,7 @@ def show_status(run: Path | None, *, as_json: bool) -> int:
 
 
 def show_token(run: Path | None) -> int:
-    """Prints the token that a running stack asks for."""
+    """Prints the token that a running stack requires."""
     folder = find_run(run)
     if not folder.held():
         raise NotFound(f"{folder.path}: not running, and each start generates a new token")
@@ -185,7 +189,7 @@ def _end_slurm_job(folder: RunFolder, job: str) -> int:
 
 
 def _wait_released(folder: RunFolder, timeout: float) -> bool:
-    """Whether the run's lock was released in time, and so every process of the stack has ended."""
+    """Returns whether the run's lock was released in time: every process has then ended."""
     deadline = time.monotonic() + timeout
     while folder.held():
         if time.monotonic() > deadline:
@@ -195,7 +199,7 @@ def _wait_released(folder: RunFolder, timeout: float) -> bool:
 
 
 def show_logs(run: Path | None, name: str | None, *, follow: bool, lines: int) -> int:
-    """Prints the end of one log or of all, and with `follow` what is added, until Ctrl-C."""
+    """Prints the end of one log or of all; with `follow`, also new lines until Ctrl-C."""
     folder = find_run(run, live=False)
     files = {file.stem: file for file in sorted(folder.logs.glob("*.log"))}
     if name is not None and name not in files:
@@ -216,5 +220,5 @@ def show_logs(run: Path | None, name: str | None, *, follow: bool, lines: int) -
         for each, tail in tails.items():
             for line in tail.read():
                 show(each, line)
-        time.sleep(FOLLOW_INTERVAL_S)  # a file cannot tell that it has grown
+        time.sleep(FOLLOW_INTERVAL_S)  # nothing signals that a file has grown
     return 0

@@ -1,8 +1,8 @@
 """Kept rollouts as a log of inspect_ai, which `inspect view` opens and `read_eval_log` reads.
 
-A trajectory becomes a sample: its conversation by turns, its reward and the parts of it as scores,
-and what else is known of it as metadata. The log is inspect_ai's JSON format, version 2; the
-package is not needed to write it.
+A trajectory becomes a sample: its turns become messages, its reward and the reward's parts become
+scores, and everything else becomes metadata. The log has inspect_ai's JSON format, version 2, which
+can be written without the package.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Messages:
     """Turns of tokens as messages with roles, by the chat template of their model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Asks the template how it begins and ends a message of each role."""
+        """Finds how the template begins and ends a message of each role."""
         self._renderer = TemplateRenderer(tokenizer)
         self._special = sorted(filter(None, tokenizer.special_tokens.values()), key=len)[::-1]
         self._heads: dict[str, str] = {}  # what a message begins with -> its role
@@ -68,7 +68,7 @@ class Messages:
                 self._tails[role] = tail.strip()
 
     def of(self, one: Kept, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns its messages in inspect_ai's form."""
+        """Returns the trajectory's messages in inspect_ai's form."""
         found: list[dict[str, Any]] = []
         segments = [ids for _, ids in one.segments()]
         for turn, ids in zip(turns, segments, strict=True):
@@ -91,7 +91,7 @@ class Messages:
         return message
 
     def _given(self, turn: dict[str, Any]) -> list[dict[str, Any]]:
-        """Splits what was given where messages begin; text in no message is the user's."""
+        """Splits text that was not sampled where messages begin; other text is the user's."""
         heads = "|".join(re.escape(head) for head in sorted(self._heads, key=len, reverse=True))
         parts = re.split(f"({heads})", turn["text"]) if heads else [turn["text"]]
         roles = ["user", *(self._heads[head] for head in parts[1::2])]
@@ -200,7 +200,7 @@ def _write_header(
     attempts: dict[str, int],
     rewards: list[float],
 ) -> None:
-    """Writes what the log says of the run, and closes it."""
+    """Writes what the log says about the run, and ends the JSON object."""
     now = datetime.fromtimestamp(folder.written_at(), UTC).isoformat()
     experiment, trial = PurePath(folder.run).parts[-2:]
     name = f"{experiment}/{trial}"

@@ -41,7 +41,7 @@ from areal_launch.view.summary import build_summary
 
 LOOK_INTERVAL_S = 3.0
 PULL_S = 600.0  # time for images of several GiB to be pulled
-SILENCE_S = 120.0  # give up following when the cluster's API is away for longer
+SILENCE_S = 120.0  # stop following if the cluster's API does not answer for this long
 NEEDED = ("buffer", "weight-sync")
 
 
@@ -196,7 +196,7 @@ class ReleaseFollower(Follower):
         )
 
     def _on_forward(self, level: str, process: str, text: str) -> None:
-        """Port-forwards end with their pods: worth a line in the log only."""
+        """Reports a port-forward that ended with its pod as a warning, not as an error."""
         if level == "error":
             self.stack.events.report("warning", process, text)
 

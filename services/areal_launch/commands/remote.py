@@ -1,4 +1,4 @@
-"""Shows a stack that another machine runs: its screen, and this terminal's signals."""
+"""Shows a stack that runs on other machines, and handles the signals of this terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Follower:
     def __init__(
         self, name: str, stack: RemoteStack, display: Display, *, silence_s: float
     ) -> None:
-        """`name`: the kind of cluster; `silence_s`: how long it may give no answer."""
+        """`name`: the kind of cluster; `silence_s`: how long it may fail to answer."""
         self.stack = stack
         self.display = display
         self.poller: StackPoller | None = None
@@ -38,7 +38,7 @@ class Follower:
         self._silent_since = 0.0
         self._drawing: asyncio.Task[None] | None = None
         stack.folder.logs.mkdir(parents=True, exist_ok=True)
-        # Open until this process ends: libraries may log to the very last.
+        # Open until this process ends: libraries may log until then.
         log = stack.folder.log_of("follower").open("a", buffering=1)
         configure_logging("follower", stack.config.namespace, stream=log)
 
@@ -53,10 +53,10 @@ class Follower:
             loop.add_signal_handler(signum, handle)
 
     async def ask(self, question: Callable[[], AnswerT], last: AnswerT) -> AnswerT:
-        """Returns what the cluster answers, in a thread; `last` while it is briefly unavailable.
+        """Asks the cluster in a thread and returns its answer, or `last` while there is none.
 
         Raises:
-            WaitTimeout: The service did not answer for too long, or the call raised it.
+            WaitTimeout: The cluster has not answered for `silence_s`, or the call raised it.
         """
         try:
             answer = await asyncio.to_thread(question)
@@ -74,7 +74,7 @@ class Follower:
         return answer
 
     def show(self, endpoints: EndpointsConfig, security: Security) -> None:
-        """Starts the poller and the display; once."""
+        """Starts the poller and the display, at the first call only."""
         if self.poller is not None:
             return
         self.poller = StackPoller(endpoints, security)

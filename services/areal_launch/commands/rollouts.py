@@ -26,11 +26,11 @@ _SHOWN = 60
 def show(
     run: str, task_id: str, step: int | None, *, discarded: bool = False, as_json: bool
 ) -> int:
-    """Prints the groups of a step, or the trajectories of a task; the exit code.
+    """Prints the groups of a step, or the trajectories of a task; returns the exit code.
 
     Args:
         run: The run folder, or the URL of the copies in an object store; "": the newest run.
-        task_id: A task; "": a step's groups.
+        task_id: A task; "": all groups of a step.
         step: None: the newest step.
         discarded: Groups that were not trained on, instead of those that were.
         as_json: Print JSON.
@@ -214,7 +214,7 @@ def _short(text: str | None) -> str:
 
 
 def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -> int:
-    """Writes kept rollouts into one file; the exit code.
+    """Writes kept rollouts into one file; returns the exit code.
 
     Raises:
         NotFound: The run does not exist, or nothing was kept for those steps.
@@ -261,7 +261,7 @@ def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -
 def _progress(
     rows: Any, folder: RolloutFolder, kind: str, steps: Sequence[int]
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each step, with a bar."""
+    """Yields the rows of each step, with a progress bar."""
     for step in _bar(steps):
         yield list(rows(folder, kind, [step]))
 
@@ -286,7 +286,7 @@ def _write_parquet(path: Path, batches: Iterator[list[dict[str, Any]]]) -> int:
     import pyarrow as pa
     from pyarrow import parquet
 
-    # Not what the first rows look like: a column may be null in them.
+    # The first rows do not show the schema: a column may be null in them.
     known = {field.name: field for field in schema()}
     count, writer = 0, None
     for rows in batches:

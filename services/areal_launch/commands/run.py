@@ -1,4 +1,4 @@
-"""`areal run --on …`: the same experiment, elsewhere."""
+"""`areal run --on …`: runs an experiment on this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ def run_on(
     keep: bool,
     accept_changes: bool = False,
 ) -> int:
-    """Resolves the experiment and runs it there: local, slurm, ray or kubernetes; the exit code."""
+    """Resolves the experiment and runs it; returns the exit code.
+
+    `on`: local, slurm, ray or kubernetes.
+    """
     if on == "kubernetes":
         from areal_launch.commands.kubernetes import run_on_kubernetes
 
-        # The model lies on the cluster's volume: whether it is here does not matter.
+        # The model is on the cluster's volume, so it need not be on this machine.
         experiment, _ = read_experiment(recipe, config, overrides)
         return run_on_kubernetes(experiment, as_json=as_json, keep=keep)
     resolved = resolve_run(recipe, config, overrides)
@@ -42,7 +45,7 @@ def run_on(
         if not in_allocation():
             from areal_launch.commands.slurm import submit_and_follow
 
-            # The job fetches it: only there are nodes that need it.
+            # The job fetches the model, because only the job's nodes need it.
             resolved.config.model.path = resolved.source or resolved.config.model.path
             check_unchanged(resolved.config, accept=accept_changes)
             return submit_and_follow(resolved.config, as_json=as_json)

@@ -19,7 +19,7 @@ def scale_stack(run: Path | None, targets: list[str]) -> int:
     """Returns once there are N servers, all at the current version.
 
     Raises:
-        InvalidInput: `targets` is not `inference=N`, or the launcher could not scale; says why.
+        InvalidInput: `targets` is not `inference=N`, or the launcher could not scale.
         NotFound: No stack is running in that run folder.
     """
     if len(targets) != 1:

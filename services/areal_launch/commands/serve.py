@@ -1,4 +1,4 @@
-"""`areal serve MODEL`: starts inference servers alone, for people and programs that query a model.
+"""`areal serve MODEL`: starts only inference servers, for people and programs that query a model.
 
 find the model ──> fetch it, if it is elsewhere ──> start servers ──> print URLs ──┐
                                                      Ctrl-C, SIGTERM, a failure ───┤

@@ -32,7 +32,7 @@ from areal_launch.view.display import Display, choose_display
 from areal_launch.view.summary import read_results
 
 LOOK_INTERVAL_S = 1.0
-# Slurm's controller serves everybody: it is asked less often than our own files.
+# All users share Slurm's controller, so it is asked less often than our own files are read.
 ASK_INTERVAL_S = 5.0
 END_TIMEOUT_S = 120.0
 # Slurm may give no answer for this long before following is given up; the job continues.
@@ -44,7 +44,7 @@ def submit_and_follow(config: BaseExperimentConfig, *, as_json: bool) -> int:
     folder = RunFolder(config.run_dir.resolve())
     os.close(folder.lock(wait_s=0.0))  # refuses what the job would refuse
     config.run_root = str(Path(config.run_root).resolve())
-    place_secrets(config, folder, make_token=False)  # the job does, and takes it away again
+    place_secrets(config, folder, make_token=False)  # the job makes one, and removes it at its end
     experiment = folder.path / "job.yaml"
     experiment.touch(mode=0o600)
     save_config(config, experiment)
@@ -101,7 +101,7 @@ class JobFollower(Follower):
         end_job(self._job, gently=gently and state.state == "RUNNING")
 
     def _look(self) -> None:
-        """Reads what the launcher in the job writes; shows it once its endpoints are known."""
+        """Reads what the job's launcher writes; shows the run once its endpoints are known."""
         if self.poller is None and self.stack.refresh({"slurm_job": self._job}):
             self.stack.config = load_service_config(self.stack.folder.config_file)
             security = Security.load(self.stack.config.security)

@@ -65,9 +65,9 @@ class Resolved:
 
     config: BaseExperimentConfig
     prepare: bool
-    """Whether the model is made by the recipe, or fetched, before anything else starts."""
+    """Whether the recipe creates the model, or it is fetched, before anything else starts."""
     source: str = ""
-    """What it is fetched from; "": nothing."""
+    """Where the model is fetched from; "": it is not fetched."""
 
 
 def resolve_run(
@@ -77,7 +77,7 @@ def resolve_run(
 
     Raises:
         InvalidInput: One line: a missing file, a syntax error with its line, an unknown key.
-        CannotStart: The model, or what else a run takes, is not there.
+        CannotStart: The model, or something else that a run needs, does not exist.
     """
     resolved, module = read_experiment(recipe, config, overrides)
     can_prepare = callable(getattr(module, "prepare_model", None))
@@ -85,7 +85,7 @@ def resolve_run(
 
 
 def print_config(recipe: Path, config: Path | None, overrides: list[str]) -> int:
-    """Prints the resolved experiment file; whether its model is there is not asked."""
+    """Prints the resolved experiment file; does not look for the model."""
     sys.stdout.write(as_yaml(read_experiment(recipe, config, overrides)[0]))
     return 0
 
@@ -161,7 +161,7 @@ def run_foreground(
 
 
 def _make_logs(folder: RunFolder) -> None:
-    """Raises CannotStart in one line where `preflight` could not know (a full disk, a quota)."""
+    """Creates the folder of logs; raises CannotStart for what `preflight` cannot see (a quota)."""
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -176,7 +176,7 @@ class Session:
     def __init__(
         self, resolved: Resolved, stack: LocalStack, display: Display, *, ready_fd: int | None
     ) -> None:
-        """`ready_fd`: a pipe that receives "ready", or why the stack is not."""
+        """`ready_fd`: a pipe that receives "ready", or the reason why the stack is not."""
         self._resolved = resolved
         self._stack = stack
         self._display = display
@@ -238,7 +238,7 @@ class Session:
             stack.events.report("warning", "buffer", f"dead letters were not written: {error}")
 
     async def _work(self, interrupt: asyncio.Event) -> tuple[str, ArealError | None]:
-        """Until the trainer ends, something fails, or a signal comes."""
+        """Runs until the trainer ends, something fails, or a signal arrives."""
 
         async def work() -> None:
             await self._stack.start(prepare=self._resolved.prepare, source=self._resolved.source)

@@ -1,4 +1,4 @@
-"""`areal submit`: tasks in, results out, through the services' APIs."""
+"""`areal submit`: submits tasks and reads their results through the services' APIs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from areal_launch.run_folder import find_run
 from areal_launch.view.output import print_event, say
 
 _TASK_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
-# The keys of a line that has "data", what each holds, and whether a value does. In a line without
-# "data" the whole object is the data.
+# The keys of a line that has "data", each with what is expected and a check of the value. In a line
+# without "data" the whole object is the data.
 _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "data": ("a JSON object", lambda v: isinstance(v, dict)),
     "kwargs": ("a JSON object", lambda v: v is None or isinstance(v, dict)),
@@ -79,7 +79,7 @@ def parse_tasks(
         source: The file's name, for errors.
         default: The workflow of rows that name none, and the recipe of all.
         prefix: Prefix of ids for rows that have none: `prefix-LINE`.
-        describe: A workflow by its name, with the arguments of rows that give no `kwargs`.
+        describe: Returns the workflow of a name, with the arguments for rows without `kwargs`.
 
     Raises:
         InvalidInput: `source:LINE:` and what is wrong there.
@@ -134,7 +134,7 @@ def _parse_task(
 
 
 def submit_file(run: Path | None, file: Path, options: SubmitOptions) -> int:
-    """Submits a file's tasks; exit code 1 if it waited for one that was not delivered."""
+    """Submits a file's tasks; exit code 1 if a task that it waited for was not delivered."""
     folder = find_run(run)
     if not folder.held():
         raise NotFound(f"{folder.path}: not running")
@@ -183,7 +183,7 @@ def describe_workflow_named(
         recipe_digest=recipe.digest if recipe is not None else "",
         kwargs_json=json.dumps(kwargs),
     )
-    build_workflow(spec, module)  # what a worker would refuse is refused here
+    build_workflow(spec, module)  # refuses what a worker would refuse
     return spec
 
 
@@ -262,7 +262,7 @@ class _Submission:
                     if not told and not self._options.as_json:
                         say(f"waiting for room: {error}")
                     told = True
-                    # The first of them may have found room.
+                    # The ledger may have accepted the first of them.
                     found = await self._client.get_tasks([task.task_id for task in chunk])
                     inside = {record.task.task_id for record in found}
                     self._accepted += inside
@@ -316,7 +316,7 @@ class _Submission:
 
 
 async def _watch(client: RolloutClient, remaining: set[str]) -> AsyncIterator[TaskRecord]:
-    """Each task once, when it has ended; a service that restarts meanwhile is asked again."""
+    """Yields each task once, when it has ended; asks again if the service restarts meanwhile."""
     backoff = Backoff()
     while remaining:
         try:

@@ -1,4 +1,4 @@
-"""`areal versions`: what a run has published, and which servers serve it."""
+"""`areal versions`: which versions a run has published, and which servers serve them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def list_versions(run: Path | None, *, endpoint: str = "", as_json: bool) -> int
 
 
 def show_version(run: Path | None, version: int, *, endpoint: str = "") -> int:
-    """Prints one version's manifest as JSON, and who serves it.
+    """Prints one version's manifest as JSON, with the servers that serve it.
 
     Raises:
         NotFound: The version is not kept.
@@ -71,11 +71,11 @@ def show_version(run: Path | None, version: int, *, endpoint: str = "") -> int:
 
 
 def export_version(run: Path | None, which: str, to: Path) -> int:
-    """Writes a checkpoint as a Hugging Face folder; the exit code.
+    """Writes a checkpoint as a Hugging Face folder; returns the exit code.
 
     Raises:
-        NotFound: There is no such checkpoint, or none that was evaluated.
-        InvalidInput: `which` is none of those, or the folder is there already.
+        NotFound: There is no such checkpoint, or no kept checkpoint was evaluated.
+        InvalidInput: `which` has another form, or the folder already exists.
     """
     run_folder = find_run(run, live=False)
     checkpoints = {each.step: each for each in _checkpoints(run_folder.path)}
@@ -137,9 +137,9 @@ def kept_versions(config: BaseExperimentConfig, start: Path) -> list[PolicyVersi
 
 
 def _look(run: Path | None, endpoint: str) -> tuple[list[PolicyVersion], dict[int, list[str]], str]:
-    """Kept versions, the servers of each, and the problem if those servers are unknown."""
+    """Returns kept versions, the servers of each, and why these are unknown (or "")."""
     serving: dict[int, list[str]] = defaultdict(list)
-    if endpoint:  # a stack on other machines: weight-sync tells both
+    if endpoint:  # a stack on other machines: weight-sync returns both
         return *asyncio.run(_ask(endpoint, Security.load(SecurityConfig()))), ""
     folder = find_run(run, live=False)
     config, start = load_service_config(folder.config_file), folder.started_in()
