@@ -25,13 +25,15 @@ takes precedence, and `config.yaml` in the run folder shows the result. In the f
   policy that sampled the token;
 - r = π/π_proximal is the ratio of a token, l is the loss of a token, and sg(x) is x without
   gradient;
-- "normalized" means minus the mean, divided by the standard deviation + 1e-5.
+- "normalized" means that the mean is subtracted, and the result divided by the standard
+  deviation + 1e-5.
 
 Each preset uses decoupled PPO: the ratio is relative to π_proximal, and a token's loss is weighted
-by π_proximal/π_behavior (`actor.prox_logp_method`). Unless the table says otherwise, the loss is a
-mean over the tokens of the whole batch, no matter how the batch is split into micro-batches and
-ranks. With one minibatch (`actor.ppo_n_minibatches`), r is 1. Then PPO's clip and SAPO's gate have
-no effect, and the presets differ only in the advantage, the mean and the weight.
+by π_proximal/π_behavior; `actor.prox_logp_method` can change both. Unless the table says otherwise,
+the loss is a mean over the tokens of the whole batch, no matter how the batch is split into
+micro-batches and among ranks. With one minibatch (`actor.ppo_n_minibatches`), r is 1, so PPO's clip
+and SAPO's gate have no effect. The presets then differ only in the advantage, in how the loss is
+averaged, and in the weight.
 """
 
 
@@ -49,7 +51,7 @@ class Check:
 
 CHECKS = [
     Check(
-        "PPO's clipped loss, also with asymmetric and dual clips, and with masked or truncated "
+        "PPO's clipped loss, including asymmetric and dual clips, and masked or truncated "
         "behavior weights",
         "AReaL, verl, TRL, float64 loop",
         (
@@ -58,7 +60,7 @@ CHECKS = [
             "reference_losses::losses_when_named_as_in_trl",
             "losses::ppo_actor_loss_when_settings_vary",
         ),
-        "AReaL without `rejection_sampling` silently drops the behavior weight; ours never does.",
+        "AReaL without `rejection_sampling` silently drops the behavior weight; ours keeps it.",
     ),
     Check(
         "GSPO",
@@ -69,7 +71,7 @@ CHECKS = [
             "reference_losses::losses_when_named_as_in_trl",
             "losses::ppo_actor_loss_when_sequence_level",
         ),
-        "The derivative is exact, even with token weights (verl uses a straight-through "
+        "The derivative is exact, even with weights per token (verl uses a straight-through "
         "estimator). A token whose behavior weight is above the cap stays in its sequence's mean "
         "(AReaL leaves it out).",
     ),
@@ -97,8 +99,8 @@ CHECKS = [
         "M2PO's choice of tokens",
         "AReaL",
         ("reference_losses::second_moment_mask",),
-        "Tokens are chosen over the batch of all ranks, and the divisor still counts tokens that "
-        "are left out (AReaL chooses in each micro-batch and divides by the number of tokens "
+        "Tokens are chosen from the batch of all ranks, and the divisor still counts tokens that "
+        "are left out (AReaL chooses from each micro-batch and divides by the number of tokens "
         "kept).",
     ),
     Check(
@@ -109,7 +111,7 @@ CHECKS = [
         "count (in TRL it counts as a loss of 0).",
     ),
     Check(
-        "masked and truncated behavior weights of tokens and of sequences",
+        "masked and truncated behavior weights, of tokens and of sequences",
         "verl",
         ("reference_losses::behavior_weight",),
         "A sequence's weight is the product of its tokens' weights (AReaL: their geometric mean).",
@@ -136,7 +138,8 @@ CHECKS = [
         "KL in the token rewards",
         "AReaL (k3, with GAE)",
         ("reference_goldens::advantages", "ppo::kl_penalty"),
-        "The KL is that of the policy at the start of the update, even if another policy sampled.",
+        "The KL is that of the policy at the start of the update, even if another policy sampled "
+        "the tokens.",
     ),
     Check(
         "KL in the loss",
@@ -199,7 +202,7 @@ CHECKS = [
         "SFT on chats of several turns",
         "transformers in float64",
         ("sft::loss_when_of_chats",),
-        "The mean is over the assistant's tokens of the batch of all ranks, not over chats.",
+        "The mean is over all assistant tokens in the batch of all ranks, not over chats.",
     ),
     Check(
         "DPO, IPO, SimPO",
@@ -220,11 +223,11 @@ CHECKS = [
 ]
 
 TAIL = """\
-Leave-one-out (`actor.reward_norm=leave1out/...`) is only for groups. Over a batch it would
+Leave-one-out (`actor.reward_norm=leave1out/...`) exists only for groups. Over a batch it would
 multiply all advantages by n / (n - 1), which only scales the learning rate. The same holds within
 groups of equal size: RLOO's advantage is Dr. GRPO's times n / (n - 1).
 
-With `rollout.dynamic_sampling` the rollout worker rejects a training group if all its samples have
+With `rollout.dynamic_sampling`, the rollout worker rejects a training group if all its samples have
 the same reward. The ledger counts the task as rejected, and the trainer submits other rows in its
 place. The metric `areal_rollout_episodes_total{outcome="equal_rewards"}` counts these groups. The
 overlong penalty is applied later, in the trainer, and does not affect this decision.
@@ -271,8 +274,8 @@ def page() -> str:
         "AReaL 1.0.4, verl 0.9.1 and TRL 1.16.0 on random shapes and masks, and tests compare our "
         'functions with these values. A "float64 loop" is the formula written out as a loop over '
         'tokens in float64, and a "float64 sum" runs over the whole vocabulary. The last column '
-        "names the tests: `penalties::kl_loss` is each `test_kl_loss…` in "
-        "`tests/unit/…/test_penalties.py`.",
+        "names the tests: `penalties::kl_loss` stands for every test in "
+        "`tests/unit/…/test_penalties.py` whose name begins with `test_kl_loss`.",
         "",
         "| what is checked | against what | where ours differs | shown by |",
         "|---|---|---|---|",

@@ -45,7 +45,7 @@ PRESETS: dict[str, Preset] = {
         "A = (R - mean(group)) / (std(group) + 1e-5)",
         _grpo(),
         note="The loss is a mean over tokens, as in current AReaL, verl and TRL. For the paper's "
-        "mean over sequences set `actor.loss_aggregation=sequence_mean`; for its KL term set "
+        "mean over sequences, set `actor.loss_aggregation=sequence_mean`; for its KL term, set "
         "`actor.kl_loss_ctl`.",
     ),
     "ppo": Preset(
@@ -55,8 +55,8 @@ PRESETS: dict[str, Preset] = {
         _grpo(reward_norm=None, adv_norm="batch/batch", gae_lambda=0.95),
         critic={},
         note="Needs a recipe with a critic (`FSDPPPOCritic`), such as examples/ppo_critic.py. V is "
-        "the critic's value of a token. Its loss is half the squared error, averaged over tokens. "
-        "New values are clipped to within 0.2 of the values at the start of the update.",
+        "the critic's value of a token. The critic's loss is half the squared error, averaged over "
+        "tokens. New values are clipped to within 0.2 of the values at the start of the update.",
     ),
     "dr_grpo": Preset(
         "Dr. GRPO",
@@ -135,10 +135,10 @@ PRESETS: dict[str, Preset] = {
     "m2po": Preset(
         "M2PO",
         "2510.01161",
-        "tokens with the largest (log π_proximal/π_behavior)² are left out until the mean of the "
-        "rest is below 0.04",
+        "the tokens with the largest (log π_proximal/π_behavior)² are left out until the mean of "
+        "the rest is below 0.04",
         _grpo(behavior_weight_mode="second_moment", behavior_weight_cap=0.04),
-        note="Tokens are chosen in the batch of all ranks; AReaL chooses in each micro-batch.",
+        note="Tokens are chosen from the batch of all ranks; AReaL chooses from each micro-batch.",
     ),
 }
 
