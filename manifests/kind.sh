@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Creates a kind cluster on this machine, with our images and the training operator: manifests/kind.sh [NAME]
-# Needs docker, kind and kubectl; images: make images. Remove it with: kind delete cluster --name NAME
+# Needs docker, kind and kubectl, and the images from `make images`. Remove the cluster with: kind delete cluster --name NAME
 set -euo pipefail
 name=${1:-areal}
 tag=${TAG:-dev}
