@@ -57,14 +57,14 @@ These types appear in signatures:
 INTRODUCTIONS = {
     "areal": "Import these names with `from areal import NAME`.",
     "areal.rewards": """\
-Built-in rewards. A workflow takes a built-in reward by its short name:
+These rewards are built in. Pass one to a workflow by its short name:
 
 {names}
 
-The reward's argument `completion` is the model's answer. Its other arguments come from the row's
-fields of the same names, or from `reward_kwargs`.""",
+A reward gets the model's answer as `completion`. Its other arguments come from the row's fields
+with the same names or from `reward_kwargs`.""",
     "areal.datasets": """\
-Functions and classes that read, generate or order rows. A row is a dict.""",
+These functions and classes read, generate or order rows. A row is a dict.""",
     "areal.errors": "Import these names with `from areal.errors import NAME`.",
 }
 

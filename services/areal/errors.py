@@ -32,27 +32,27 @@ _TRY_AGAIN = re.compile(r"; try again in (\d+(?:\.\d+)?) s$")
 
 
 class ArealError(Exception):
-    """Base class of all errors of AReaL; `str(error)` is one line."""
+    """Base class of all AReaL errors; `str(error)` is one line."""
 
 
 class InvalidInput(ArealError):
-    """An argument, row or request is wrong; the message says which, and what was expected."""
+    """An argument, row or request is wrong; the message says which one and what was expected."""
 
 
 class ConfigError(InvalidInput):
-    """A configuration key or its value is wrong; the message names it and what was expected."""
+    """A configuration key or value is wrong; the message says which one and what was expected."""
 
 
 class CannotStart(ArealError):
-    """A model, folder, program, package or port that is needed to start is missing or in use."""
+    """A model, folder, program, package or port needed to start is missing or already in use."""
 
 
 class NotFound(ArealError):
-    """The task, recipe, session, run, program or policy version that is named does not exist."""
+    """The requested task, recipe, session, run, program or policy version does not exist."""
 
 
 class Unauthenticated(ArealError):
-    """A call to a service carried no bearer token, or a wrong one."""
+    """A call to a service had no bearer token, or had a wrong one."""
 
 
 class StaleIncarnation(ArealError):
@@ -60,7 +60,7 @@ class StaleIncarnation(ArealError):
 
 
 class LeaseLost(ArealError):
-    """A worker lost its task, which has ended, was cancelled, or was leased to another worker."""
+    """A worker lost its lease: the task ended, was cancelled, or was leased to another worker."""
 
 
 class WrongStep(ArealError):
@@ -68,11 +68,11 @@ class WrongStep(ArealError):
 
 
 class CapacityExceeded(ArealError):
-    """A call would exceed a limit (memory, message size, queue); the message names it."""
+    """A call would exceed a limit (memory, message size, queue); the message names the limit."""
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds after which to repeat the same call; None if it would be refused again.
+        """Seconds to wait before repeating the same call; None if it would be refused again.
 
         The number comes from the end of the message ("try again in 5 s").
         """
@@ -88,7 +88,7 @@ class WorkflowError(ArealError):
     """A workflow, reward, tool or environment raised an error or returned an unusable value.
 
     Attributes:
-        traceback: Python's traceback of the failure, shown with the dead letter; may be empty.
+        traceback: The Python traceback of the failure, shown with the dead letter; may be empty.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
@@ -101,14 +101,15 @@ class PromptDrift(WorkflowError):
 
 
 class TrainingDiverged(ArealError):
-    """Several gradients in a row were not finite; every rank raises it.
+    """The gradients of several steps in a row were not finite; every rank raises this error.
 
-    The number is 3 by default (`OptimizerConfig.max_skipped_steps`, which can be set only in code).
+    The limit is 3 steps by default (`OptimizerConfig.max_skipped_steps`, which can be set only in
+    code).
 
     Attributes:
-        cause: Which of loss, gradient, logprobs and inputs is not finite, and on which ranks.
+        cause: What is not finite (inputs, logprobs, loss or gradient), and on which ranks.
         batch: This rank's batch in the last of these steps.
-        groups: The values of `group_index` whose inputs in `batch` are not finite.
+        groups: The `group_index` of each group in `batch` whose inputs are not finite.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class TrainingDiverged(ArealError):
 
 
 class WaitTimeout(ArealError):
-    """A deadline passed; the message says what was awaited, from which process, and how long.
+    """A deadline passed; the message says how long the caller waited, for what, and on what.
 
     Example:
         >>> since = time.monotonic() - 30
@@ -133,10 +134,10 @@ class WaitTimeout(ArealError):
         """Composes the message.
 
         Args:
-            what: What was awaited.
-            on: The process that should have delivered it; empty: not named.
-            since: `time.monotonic()` when the wait began, in seconds; None: no duration is shown.
-            hint: Where to look for the cause, shown in parentheses; empty: nothing.
+            what: What the caller waited for.
+            on: The process or resource that the caller waited on. Empty: it is not named.
+            since: `time.monotonic()` when the wait began, in seconds. None: no duration is shown.
+            hint: Where to look for the cause, shown in parentheses. Empty: nothing is shown.
         """
         text = "waited "
         if since is not None:

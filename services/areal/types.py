@@ -213,9 +213,9 @@ class Task:
 
 @dataclass
 class Trajectory:
-    """The record of one sample, which does not change later.
+    """The record of one sample: its token ids, loss mask, logprobs, versions and rewards.
 
-    Index t of every array describes token t; each array has one entry per token, L in all.
+    Each array has one entry per token, L in all; index t describes token t.
 
     Example:
         >>> t.input_ids.tolist(), t.loss_mask.tolist(), t.token_versions.tolist()
@@ -237,16 +237,16 @@ class Trajectory:
     finish_reason: StopReason = StopReason.STOP
     """Why the last answer ended."""
     completion_text: str = ""
-    """The text shown to people."""
+    """The answer as text, for display."""
     images: tuple[bytes, ...] = ()
     """Contents of the prompt's image files, in order; each image is one token of `input_ids`. All
     trajectories of a group have the same images."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """The parts of its reward before weighting (`areal.rubric`), which become metrics."""
+    """The parts of the reward before weighting (see `areal.rubric`). They become metrics."""
     generation_s: float = 0.0
-    """Seconds that its answers took, including interruptions."""
+    """Seconds that the answers took, including interruptions."""
     servers: tuple[str, ...] = ()
-    """URLs of the servers that sampled its tokens."""
+    """URLs of the servers that sampled the tokens."""
 
     @property
     def reward(self) -> float:
@@ -255,7 +255,7 @@ class Trajectory:
 
     @property
     def head_version(self) -> int:
-        """The smallest policy version among its sampled tokens; -1 if no token was sampled."""
+        """The smallest policy version that sampled a token; -1 if no token was sampled."""
         sampled = self.token_versions[self.token_versions >= 0]
         return int(sampled.min()) if sampled.size else -1
 
@@ -290,15 +290,15 @@ class WeightUpdateMeta:
     """Names the transport that carries new weights from the trainer to the inference servers."""
 
     type: str = ""
-    """`disk`, `stream` or `distributed`; empty: as `weight_sync.transport` says."""
+    """`disk`, `stream` or `distributed`. Empty: the value of `weight_sync.transport`."""
     path: str = ""
-    """For `disk`: the folder of the published versions; empty: as `weight_sync.path` says."""
+    """Where versions are published. Empty: the value of `weight_sync.path`."""
 
     @classmethod
     def from_disk(cls, path: str = "") -> WeightUpdateMeta:
         """Returns the transport `disk` with a folder that all servers can read.
 
         Args:
-            path: The folder. Empty: returns the configured transport instead.
+            path: The folder. Empty: the configured transport is returned instead.
         """
         return cls(type="disk" if path else "", path=path)

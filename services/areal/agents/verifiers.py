@@ -59,12 +59,12 @@ def verifiers_rows(python: str, taskset: dict[str, Any], count: int) -> list[dic
 
 
 class VerifiersWorkflow(RolloutWorkflow):
-    """Runs an environment of the `verifiers` package: `gconfig.n_samples` episodes on each row.
+    """Runs an environment of the `verifiers` package: `gconfig.n_samples` episodes for each row.
 
-    The package's own program, EnvServer, plays the episodes and calls the model being trained. An
-    episode has one or more traces, each of one agent. The traces that the environment marks as
-    trainable become trajectories with the trace's reward; their `reward_parts` are the values of
-    the environment's reward functions before weighting.
+    The package's own program, EnvServer, runs the episodes and calls the model being trained. An
+    episode has one or more traces; each is the record of one agent. A trace of an agent that the
+    environment marks as trainable becomes trajectories with the trace's reward. Their
+    `reward_parts` are the values of the environment's reward functions before weighting.
 
     Example:
         >>> from areal.agents.verifiers import verifiers_rows
@@ -85,12 +85,12 @@ class VerifiersWorkflow(RolloutWorkflow):
         """Checks the arguments; episodes connect to the server later.
 
         Args:
-            server: Address of the EnvServer, `tcp://HOST:PORT`.
+            server: Address of EnvServer, `tcp://HOST:PORT`.
             gconfig: Sampling parameters, which override the environment's own. `max_new_tokens`
-                limits each call. None: the defaults of `GenerationHyperparameters`.
-            tokenizer: Name or folder of the model's tokenizer on the server's machine. If given,
-                EnvServer turns messages into token ids itself (with the package's `renderers`), and
-                its traces have ids and logprobs. None: AReaL's chat template makes the ids.
+                limits each model call. None: the defaults of `GenerationHyperparameters`.
+            tokenizer: Name or folder of the model's tokenizer on EnvServer's machine. If given,
+                EnvServer itself turns messages into token ids, with the package `renderers`, and
+                its traces have ids and logprobs. None: AReaL applies the model's chat template.
             timeout_s: Time limit of an episode, in seconds.
             template: Variables for the chat template, such as `{"enable_thinking": False}`.
 

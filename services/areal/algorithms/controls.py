@@ -15,9 +15,9 @@ def shuffle_rewards(batch: Batch, seed: int) -> None:
     the policy was not learning from the rewards.
 
     Args:
-        batch: A packed batch; its `rewards` are replaced by new ones, with each sequence's whole
-            reward on its last sampled token.
-        seed: Seed of the permutation; use a different one at each step.
+        batch: A packed batch. Its `rewards` are replaced; each sequence's new reward is entirely on
+            the last sampled token.
+        seed: Random seed of the permutation; use a different one at each step.
     """
     import torch
 

@@ -334,16 +334,16 @@ def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, s
 
     Args:
         argv: The arguments, without the program's name: `[--config FILE] [key=value ...]`.
-        schema: The class of the configuration: `GRPOConfig`, or a subclass with fields of the
-            recipe.
+        schema: The class of the configuration: `GRPOConfig`, or a subclass that adds the recipe's
+            own fields.
 
     Returns:
-        (the configuration, the path of the file, or "" without one). An argument `key=value`
-        overrides the file, which overrides the defaults.
+        (the configuration, the file's path). The path is "" if no file is given. An argument
+        `key=value` overrides the file, which overrides the defaults.
 
     Raises:
-        ConfigError: The file cannot be read, or a key or value is wrong; the message names the key,
-            the value and what was expected.
+        ConfigError: The file cannot be read, or a key or value is wrong. The message names the key
+            and the value, and says what was expected.
     """
     arguments = list(argv)
     file = ""

@@ -15,14 +15,14 @@ _LISTABLE_DIGITS = 2
 def addition(
     digits: int, *, train: int, heldout: int, seed: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns random `digits`-digit addition problems, as rows to train on and held-out rows.
+    """Returns random addition problems, as training rows and held-out rows.
 
-    The problems a+b and b+a are always in the same part, so no held-out problem is a training
-    problem with its operands swapped. The same arguments give the same rows.
+    No held-out problem is a training problem with its operands swapped. The same arguments give the
+    same rows.
 
     Args:
-        digits: Number of digits of each operand, without leading zeros (1: 0 to 9).
-        train: Number of rows to train on.
+        digits: Number of digits of each operand, without leading zeros; 1 means 0 to 9.
+        train: Number of training rows.
         heldout: Number of held-out rows.
         seed: Random seed of the problems, their split and their order.
 
@@ -30,7 +30,7 @@ def addition(
         (training rows, held-out rows), for `RLVRWorkflow` with the reward "math".
 
     Raises:
-        InvalidInput: `digits` is below 1, a count is negative, or there are too few different
+        InvalidInput: `digits` is below 1, a count is negative, or there are not enough different
             problems.
 
     Example:

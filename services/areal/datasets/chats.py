@@ -24,30 +24,30 @@ one."""
 
 
 def chat_unit(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> Unit:
-    """Returns one conversation for `OfflineTrainer`, with the loss on all assistant turns.
+    """Returns a tokenized conversation for `OfflineTrainer`; the loss covers all assistant turns.
 
     Args:
         tokenizer: A tokenizer with a chat template.
         messages: The {"role", "content"} objects of the conversation.
 
     Raises:
-        InvalidInput: No message has the role `assistant`, or the chat template changes earlier
-            turns as the conversation grows, so that the tokens of a turn cannot be identified.
+        InvalidInput: No message has the role `assistant`, or the tokens of an assistant turn cannot
+            be identified, for example because the chat template changes it in later prompts.
     """
     return [_sequence(tokenizer, messages, _turns(messages))]
 
 
 def pair_unit(tokenizer: Tokenizer, row: Mapping[str, Any]) -> Unit:
-    """Returns a chosen and a rejected conversation, with the loss on the last turn of each.
+    """Returns a chosen and a rejected conversation; the loss covers the last turn of each.
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        row: A row with the fields `prompt`, `chosen` and `rejected`, each a text or a list of
-            messages. Without `prompt`, `chosen` and `rejected` contain the prompt's messages.
+        row: A row with the fields `prompt`, `chosen` and `rejected`. Each is text or a list of
+            messages. `prompt` may be missing if the other two also contain its messages.
 
     Raises:
-        InvalidInput: `chosen` or `rejected` is missing or does not end with an assistant's turn, or
-            for the same reasons as `chat_unit`.
+        InvalidInput: `chosen` or `rejected` is missing or does not end with an assistant turn, or
+            the tokens of that turn cannot be identified, as in `chat_unit`.
     """
     both = []
     for key in ("chosen", "rejected"):

@@ -16,15 +16,15 @@ _DARK, _BRIGHT = (24, 24, 32), (240, 220, 120)
 def counting(count: int, *, most: int, seed: int) -> list[dict[str, Any]]:
     """Returns rows that ask how many bright squares a picture shows, for vision models.
 
-    The squares do not touch each other. The field `images` is a list of one PNG file, as bytes.
+    The squares do not touch each other. The field `images` is a list with one PNG file, as bytes.
 
     Args:
         count: Number of rows.
-        most: Maximum number of squares in a picture, 1 to 5; the minimum is 0.
+        most: Maximum number of squares in a picture, 1 to 5. The minimum is always 0.
         seed: Random seed.
 
     Raises:
-        InvalidInput: `most` is not 1 to 5, or `count` is negative.
+        InvalidInput: `most` is not between 1 and 5, or `count` is negative.
 
     Example:
         >>> counting(1, most=2, seed=0)[0].keys()

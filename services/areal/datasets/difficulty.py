@@ -24,7 +24,7 @@ _INDEX = re.compile(r"-(\d+)\Z")
 class CurriculumLoader(StatefulLoader):
     """A `StatefulLoader` whose first epochs go from easy rows to hard ones.
 
-    It can be resumed exactly: its order depends on rows, difficulties, seed and epoch alone.
+    It can be resumed exactly: its order depends only on the rows, difficulties, seed and epoch.
 
     Example:
         >>> CurriculumLoader(rows, lambda row: len(row["prompt"]), seed=1)
@@ -42,10 +42,10 @@ class CurriculumLoader(StatefulLoader):
 
         Args:
             rows: The rows, at least one.
-            difficulty: A function of a row that returns a larger number for a harder row. Equally
-                hard rows are shuffled.
-            seed: Random seed of the orders, 0 or more.
-            epochs: Number of epochs that go from easy to hard; later ones are shuffled.
+            difficulty: A function that takes a row and returns a larger number for a harder row.
+                Equally hard rows are shuffled.
+            seed: Random seed for shuffling, 0 or more.
+            epochs: Number of epochs that go from easy to hard; later epochs are shuffled.
 
         Raises:
             InvalidInput: There are no rows, or `seed` or `epochs` is negative.
@@ -72,19 +72,19 @@ def of_pass_rate(
 ) -> list[dict[str, Any]]:
     """Returns the rows whose mean reward in an evaluation was neither very low nor very high.
 
-    A group whose rewards are all equal gives no gradient (see the metric `group/zero_std`), so such
-    rows cost generation and teach nothing.
+    The other rows cost generation time and teach little: often, all rewards of their group are
+    equal, and such a group gives no gradient (see the metric `group/zero_std`).
 
     Args:
         rows: The rows that were evaluated, in the same order.
-        evaluation: A file `evaluations/NAME-vVERSION.jsonl` of a run folder, which `areal eval` and
-            `RemoteSGLangEngine.evaluate` write. It has `gconfig.n_samples` answers to each row.
-        least: Lowest mean reward of a row that is kept.
-        most: Highest mean reward of a row that is kept.
+        evaluation: A file `evaluations/NAME-vVERSION.jsonl` in a run folder, which `areal eval` or
+            `RemoteSGLangEngine.evaluate` wrote. It has `gconfig.n_samples` answers to each row.
+        least: Rows with a lower mean reward are left out.
+        most: Rows with a higher mean reward are left out.
 
     Raises:
         InvalidInput: The file is missing or has another format, it has more rows than `rows`, or no
-            row has a mean reward in the range.
+            row has a mean reward between `least` and `most`.
 
     Example:
         >>> of_pass_rate(rows, "runs/eval/trial0/evaluations/reward-v0.jsonl", least=0.2)

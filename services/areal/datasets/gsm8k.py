@@ -13,15 +13,15 @@ def gsm8k_row(row: dict[str, Any], instruction: str = INSTRUCTION) -> dict[str, 
     r"""Returns a row for `RLVRWorkflow`, made from a row of GSM8K.
 
     Args:
-        row: A row with the fields "question" and "answer"; the answer's last line is "#### N".
-        instruction: Text added after the question, which asks for the answer in ``\boxed{}``
-            unless you pass another. "" adds nothing.
+        row: A row with the fields "question" and "answer". The answer's last line is "#### N".
+        instruction: Text added after the question. The default asks for the answer in ``\boxed{}``;
+            "" adds nothing.
 
     Returns:
         {"messages", "answer": N without thousands separators, "solution": the text before "####"}.
 
     Raises:
-        InvalidInput: A field is missing or not text, or the answer does not end in "#### N".
+        InvalidInput: A field is missing or is not text, or the answer does not end in "#### N".
     """
     for key in ("question", "answer"):
         if not isinstance(row.get(key), str):

@@ -10,20 +10,21 @@ INSTRUCTION = "Write the whole function, with its imports, in one block of Pytho
 
 
 def human_eval_row(row: dict[str, Any], instruction: str = INSTRUCTION) -> dict[str, Any]:
-    """Returns a row with a prompt, and with tests for `code_reward`, made from a row of HumanEval.
+    """Returns a row with a prompt and with tests for `code_reward`, made from a row of HumanEval.
 
     Args:
-        row: A row with the fields "prompt", "test" (source code that defines `check`), and
-            "entry_point" (the name of the function to test).
-        instruction: Text before the function's signature, which asks for the whole function unless
-            you pass another. "" adds nothing.
+        row: A row with the fields "prompt" (the function's signature and docstring), "test" (source
+            code that defines `check`), and "entry_point" (the name of the function to test).
+        instruction: Text added before the prompt. The default asks for the whole function; "" adds
+            nothing.
 
     Returns:
         {"messages", "tests": source code, "prefix": the row's "prompt"}. `tests` and `prefix` are
-        arguments of `areal.rewards.code.code_reward`; `prefix` is for models that complete text.
+        arguments of `areal.rewards.code.code_reward`. Pass `prefix` only for a model that continues
+        the prompt instead of writing the whole function.
 
     Raises:
-        InvalidInput: A field is missing or not text.
+        InvalidInput: A field is missing or is not text.
     """
     for key in ("prompt", "test", "entry_point"):
         if not isinstance(row.get(key), str):

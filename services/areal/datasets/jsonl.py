@@ -11,14 +11,14 @@ from areal.errors import InvalidInput
 
 
 def load_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Returns the rows of a JSON Lines file, in order: one JSON object per line.
+    """Returns the rows of a JSON Lines file (one JSON object per line), in order.
 
     Args:
-        path: The file, which is read into memory whole. Blank lines are skipped.
+        path: The file. All of it is read into memory. Blank lines are skipped.
 
     Raises:
-        InvalidInput: The file cannot be read, has no rows, or has a line that is not a JSON object;
-            in that case the message begins with `FILE:LINE:`.
+        InvalidInput: The file cannot be read or has no rows, or a line is not a JSON object. For
+            such a line, the message begins with `FILE:LINE:`.
     """
     rows: list[dict[str, Any]] = []
     try:

@@ -13,9 +13,9 @@ GENERATED = "generated"
 
 
 def sorted_digits(count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns rows of four digits to sort, each with a sorted and an unsorted answer.
+    """Returns rows with four digits to sort, a sorted answer and an unsorted one.
 
-    The rows are for `pair_unit`: `chosen` has the digits in order, `rejected` does not.
+    The rows are for `pair_unit`: `chosen` has the digits in order, and `rejected` does not.
 
     Args:
         count: Number of rows, 1 to 5000; no prompt is repeated.

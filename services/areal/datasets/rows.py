@@ -32,18 +32,18 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
     """Returns the rows of a file, a folder, or a dataset on the Hugging Face Hub.
 
     Args:
-        address: A .jsonl or .parquet file; a folder of such files; or a dataset,
+        address: A .jsonl or .parquet file, a folder of such files, or a dataset on the Hub,
             `hf://org/name[/config][@revision]`.
-        split: The split of a folder or dataset to read: the files that are named after it or are in
-            a folder of that name. A single file is read whole.
+        split: The split to read from a folder or dataset: the files that are named after the split
+            or are in a folder of that name. If the address is a single file, all of it is read.
 
     Returns:
-        The rows, in the order of files and lines, all in memory.
+        All rows, in memory. Files are read in the order of their names.
 
     Raises:
-        InvalidInput: There is nothing at the address, or no file or row of the split; the message
-            lists what is there.
-        Unavailable: The Hub does not answer.
+        InvalidInput: There is nothing at the address, the split has no files or rows, or the
+            dataset has several configs and the address names none.
+        Unavailable: The Hub cannot be reached or answers with an error.
 
     Example:
         >>> load_rows("hf://openai/gsm8k/main", "test")[0].keys()

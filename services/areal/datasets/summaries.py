@@ -12,9 +12,9 @@ _MOST = 20_000
 
 
 def posts(count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns rows of posts to summarize: seven words, one of which appears three times.
+    """Returns rows with posts to summarize.
 
-    That word is the summary.
+    A post is seven words, one of which appears three times. That word is the summary.
 
     Args:
         count: Number of rows, 1 to 20,000; no post is repeated.
@@ -43,9 +43,9 @@ def posts(count: int, seed: int) -> list[dict[str, Any]]:
 def preferred(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     """Returns rows with two summaries of each post, to train a reward model with `pair_unit`.
 
-    `chosen` is the right word alone. Half of the `rejected` summaries are another word of the post;
-    the others have extra words or end too early. Summaries that end too early are included because
-    a reward model that was never trained on them would prefer them.
+    `chosen` is only the right word. About half of the `rejected` summaries are another word of the
+    post; the others have extra words or end too early. Summaries that end too early are included
+    because a reward model that was never trained on them might prefer them.
 
     Args:
         rows: Rows of `posts`.

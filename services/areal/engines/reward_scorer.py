@@ -34,7 +34,7 @@ _AT_ONCE = 32
 class RewardModel:
     """Scores answers with a trained reward model; concurrent calls share forward passes.
 
-    A row must have `messages`, the conversation that the completion answers.
+    Rows must have the field `messages`: the conversation that the completion answers.
 
     Example:
         >>> RLVRWorkflow("reward_model", config.gconfig, reward_kwargs={"path": "runs/.../model"})
@@ -44,13 +44,13 @@ class RewardModel:
         """Loads the model, once in each reward process.
 
         Args:
-            path: A Hugging Face folder of a sequence classifier with one class, such as
-                `OfflineTrainer.save` writes for a reward model.
-            device: Torch device that computes, such as `cpu` or `cuda:7`.
+            path: A Hugging Face folder with a single-class sequence classifier, such as the one
+                that `OfflineTrainer.save` writes for a reward model.
+            device: The torch device to run on, such as `cpu` or `cuda:7`.
 
         Raises:
-            InvalidInput: The folder does not exist, or its model is not a sequence classifier with
-                one class.
+            InvalidInput: The folder does not exist, or its model is not a single-class sequence
+                classifier.
         """
         from transformers import AutoModelForSequenceClassification
 

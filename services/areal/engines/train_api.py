@@ -50,9 +50,9 @@ class TrainEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def process_group(self) -> Any:
-        """The torch process group for CPU tensors, whose ranks have different shares of a batch.
+        """The torch process group of the ranks that have different shares of a batch.
 
-        None if all ranks have the same share.
+        It is for CPU tensors. None if there is only one share.
         """
 
     @abc.abstractmethod
@@ -61,12 +61,15 @@ class TrainEngine(abc.ABC):
 
         Args:
             total_train_steps: Planned number of optimizer steps, for the learning-rate schedule.
-                None: a constant rate.
+                None: the rate is constant.
         """
 
     @abc.abstractmethod
     def destroy(self) -> None:
-        """Finishes a background save, frees the model, and ends a process group that it started."""
+        """Waits for a background save, then frees the model.
+
+        If the engine started the process group, it also ends the group.
+        """
 
     @abc.abstractmethod
     def accumulate(
@@ -77,31 +80,33 @@ class TrainEngine(abc.ABC):
         *,
         head: Head | None = None,
     ) -> None:
-        """Adds the gradients of a batch to those for the next `apply`; collective.
+        """Adds the gradients of a batch to those that the next `apply` uses; collective.
 
         Args:
             batch: This rank's share of the batch; may be empty.
-            loss_fn: The loss of one micro-batch; it is called once for each.
-            loss_weight_fn: Each micro-batch's weight in the divisor of the loss. None: its number
-                of loss tokens.
+            loss_fn: Computes the loss of a micro-batch; called once for each micro-batch.
+            loss_weight_fn: Computes a micro-batch's weight in the divisor of the loss. None: the
+                weight is the number of loss tokens.
             head: Computes the tensors that `loss_fn` gets. None: logprobs and entropies at
                 temperature 1.
 
         Raises:
+            InvalidInput: The engine has no optimizer, or the batch is malformed.
             CapacityExceeded: The device has too little memory; the message names settings that
-                need less. The accumulated gradients are dropped, as after any error.
+                need less. The accumulated gradients are dropped.
         """
 
     @abc.abstractmethod
     def apply(self) -> dict[str, float]:
-        """Takes one optimizer step with the gradients that `accumulate` has added; collective.
+        """Takes one optimizer step with the accumulated gradients; collective.
 
         Returns:
-            The statistics of `train_batch`, over all batches since the previous step.
+            The same statistics as `train_batch`, over all batches since the previous step.
 
         Raises:
             InvalidInput: No batch was accumulated.
-            TrainingDiverged: For the same reason as `train_batch`; its `batch` is the last one.
+            TrainingDiverged: For the same reason as in `train_batch`; the error's `batch` is the
+                last one accumulated.
         """
 
     def train_batch(
@@ -119,35 +124,38 @@ class TrainEngine(abc.ABC):
 
         Args:
             batch: This rank's share of the batch; may be empty.
-            loss_fn: The loss of one micro-batch; it is called once for each.
-            loss_weight_fn: Each micro-batch's weight in the divisor of the loss. None: its number
-                of loss tokens.
+            loss_fn: Computes the loss of a micro-batch; called once for each micro-batch.
+            loss_weight_fn: Computes a micro-batch's weight in the divisor of the loss. None: the
+                weight is the number of loss tokens.
             head: Computes the tensors that `loss_fn` gets. None: logprobs and entropies at
                 temperature 1.
 
         Returns:
-            A dict of statistics, equal on all ranks: `loss`, `grad_norm` (before clipping),
-            `entropy`, `lr`, `n_tokens`, `n_loss_tokens`, `n_micro_batches`, and those that
-            `loss_fn` returns. `skipped_steps` is 1 if the gradient norm was not finite; then the
-            weights and the optimizer do not change. `seconds` is the step's time on the slowest
-            rank; it includes `forward_seconds` and `backward_seconds`, both with their
-            communication, and `optimizer_seconds`. `peak_gib` is the peak memory so far, in GiB, of
-            the rank with the highest. `tokens_per_second` is included too and, on a known
-            GPU, `mfu`: the share of the GPU's peak speed that the step reached (see
-            `areal.engines.perf`).
+            A dict of statistics, equal on all ranks:
+
+            - `loss`, `grad_norm` (before clipping), `entropy`, `lr`, `n_tokens`, `n_loss_tokens`,
+              `n_micro_batches`, `tokens_per_second`, and the statistics that `loss_fn` returns.
+            - `skipped_steps`: 1 if the gradient norm was not finite or there were no loss tokens.
+              In that case, the weights and the optimizer's state do not change.
+            - `seconds`: the step's time on the slowest rank. It includes `forward_seconds` and
+              `backward_seconds`, which cover communication too, and `optimizer_seconds`.
+            - `peak_gib`: the highest peak memory of any rank so far, in GiB.
+            - `mfu`, on a known GPU: the share of the GPU's peak speed that the step reached (see
+              `areal.engines.perf`).
 
         Raises:
-            CapacityExceeded: For the same reason as `accumulate`.
-            TrainingDiverged: Several gradients in a row were not finite (3 by default;
-                `OptimizerConfig.max_skipped_steps`, which can be set only in code). Every rank
-                raises it.
+            InvalidInput: For the same reasons as in `accumulate`.
+            CapacityExceeded: For the same reason as in `accumulate`.
+            TrainingDiverged: The gradients of several steps in a row were not finite. The limit is
+                3 steps by default (`OptimizerConfig.max_skipped_steps`, which can be set only in
+                code). Every rank raises this error.
         """
         self.accumulate(batch, loss_fn, loss_weight_fn, head=head)
         return self.apply()
 
     @abc.abstractmethod
     def read(self, batch: Batch, head: Head | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a head's two tensors at the loss tokens, 0 elsewhere; collective.
+        """Returns a head's two tensors, computed at the loss tokens and 0 elsewhere; collective.
 
         Args:
             batch: This rank's share of the batch; may be empty.
@@ -155,20 +163,20 @@ class TrainEngine(abc.ABC):
                 entropies at temperature 1, both [T].
 
         Returns:
-            Both tensors, [T, ...], without gradient.
+            The two tensors, [T, ...], without gradient.
         """
 
     def forward(self, batch: Batch, head: Head | None = None) -> torch.Tensor:
-        """Returns the first tensor of `read`; without a `head`, the logprobs [T]; collective."""
+        """Returns the first tensor of `read`, which is the logprobs [T] by default; collective."""
         return self.read(batch, head)[0]
 
     @abc.abstractmethod
     def reduce_stats(self, sums: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-        """Returns scalars that are combined over all ranks; collective.
+        """Returns scalar statistics combined over all ranks; collective.
 
         Args:
-            sums: This rank's values, keyed by statistic. Names that end in `_max` are combined by
-                maximum, all others by sum.
+            sums: This rank's values, by name. The result is the maximum over the ranks for a name
+                that ends in `_max`, and the sum for any other.
         """
 
     @abc.abstractmethod
@@ -177,25 +185,25 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:
-        """Sets the policy version, which checkpoints contain."""
+        """Sets the policy version, which is saved in checkpoints."""
 
     @abc.abstractmethod
     def iter_full_tensors(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the whole model's weights, tensor by tensor, on rank 0; collective.
+        """Yields the weights of the whole model, one tensor at a time, on rank 0; collective.
 
-        Every rank must run the iterator to its end. Rank 0 holds one bucket at a time (512 MiB, or
-        one group of tensors that are converted together, such as a layer's experts) in addition to
-        the tensors that the caller keeps. The other ranks never hold a whole tensor.
+        Every rank must run the iterator to its end. Besides the tensors that the caller keeps, rank
+        0 holds one bucket at a time: up to 512 MiB, or a larger set of tensors that must be
+        converted together, such as a layer's experts. The other ranks never hold a whole tensor.
 
         Args:
-            dtype: Type to which floating-point tensors are cast, such as `bfloat16`. None: as
-                trained.
+            dtype: Type to which floating-point tensors are cast, such as `bfloat16`. None: they are
+                not cast.
 
         Yields:
-            On rank 0, pairs (name, CPU tensor): first the tensors that Hugging Face's
-            `save_pretrained` writes, by the same names and shapes, tied weights once; then,
-            unchanged, the other tensors of the model's folder, such as layers for speculative
-            decoding. On other ranks, nothing.
+            On rank 0, pairs (name, CPU tensor). First come the tensors that Hugging Face's
+            `save_pretrained` writes, with the same names and shapes; tied weights come only once.
+            Then come the other tensors of the model's folder, such as layers for speculative
+            decoding, unchanged. The other ranks yield nothing.
         """
 
     @abc.abstractmethod
@@ -208,20 +216,20 @@ class TrainEngine(abc.ABC):
     ) -> Future[None]:
         """Gathers the weights on rank 0 in the background and delivers them; collective.
 
-        The caller continues meanwhile. The next change of the weights (an optimizer step or `load`)
-        waits until they have been gathered.
+        The call does not wait for the gathering, but the next change of the weights (an optimizer
+        step or a load) does.
 
         Args:
-            dtype: As for `iter_full_tensors`.
-            deliver: A function that rank 0 calls in a thread, with the tensors of
-                `iter_full_tensors` as bytes, and an object that gathers them again (None without
-                `twice`).
-            twice: True if the weights may be gathered again; the next change of the weights waits
-                for that, too. Must be equal on all ranks.
+            dtype: Same as in `iter_full_tensors`.
+            deliver: A function that rank 0 calls in a thread. Its arguments are the tensors of
+                `iter_full_tensors`, as bytes, and an object that gathers them again (None if
+                `twice` is False).
+            twice: Whether the weights may be gathered again. If so, the next change of the weights
+                waits for that, too. Must be equal on all ranks.
 
         Returns:
-            A future. On rank 0 it is done when `deliver` has returned or raised; on other ranks,
-            when this rank has sent its part.
+            A future. On rank 0, it is done when `deliver` has returned or raised an error. On each
+            other rank, it is done when the rank has sent its part.
         """
 
     @abc.abstractmethod
@@ -229,19 +237,20 @@ class TrainEngine(abc.ABC):
         """Saves the model and its tokenizer as a Hugging Face folder; collective.
 
         Args:
-            directory: The folder, which rank 0 writes.
-            dtype: As for `iter_full_tensors`.
+            directory: The folder; rank 0 writes it.
+            dtype: Same as in `iter_full_tensors`.
         """
 
     @abc.abstractmethod
     def load(self, directory: str | Path) -> None:
-        """Loads weights from a Hugging Face folder; the optimizer's state is kept; collective.
+        """Loads weights from a Hugging Face folder and keeps the optimizer's state; collective.
 
         Args:
             directory: A folder with a model of the same architecture.
 
         Raises:
-            InvalidInput: A tensor is unknown, missing, or of another shape; no weight is changed.
+            InvalidInput: A tensor is unknown or missing, or has another shape. No weight is
+                changed.
         """
 
     @abc.abstractmethod
@@ -254,27 +263,31 @@ class TrainEngine(abc.ABC):
     ) -> Future[None]:
         """Writes a checkpoint from which a trainer can resume; collective.
 
-        It contains weights, optimizer, learning-rate schedule, random states and policy version.
+        The checkpoint contains the weights, the policy version, and the states of the optimizer,
+        the learning-rate schedule and the random generators.
 
         Args:
-            directory: The folder, which is written in place: write to a temporary name and rename
-                it when the checkpoint is complete.
-            extra: Additional data, JSON-serializable; `load_checkpoint` returns it.
-            background: True: return as soon as the state is copied to CPU memory, and write it in a
-                thread.
+            directory: The folder. It is written in place, so use a temporary name and rename the
+                folder when the checkpoint is complete.
+            extra: Additional JSON-serializable data; `load_checkpoint` returns it.
+            background: True: the call returns as soon as the state is copied to CPU memory, and a
+                thread writes it. False: the call returns when this rank's part is written.
 
         Returns:
-            A future that is done once this rank's part is written; without `background` it is done
-            already. When the futures of all ranks are done, the checkpoint is complete.
+            A future that is done when this rank's part is written. When the futures of all ranks
+            are done, the checkpoint is complete.
         """
 
     @abc.abstractmethod
     def load_checkpoint(self, directory: str | Path) -> dict[str, Any]:
-        """Restores a checkpoint, whatever the number of ranks that wrote it; collective.
+        """Restores a checkpoint, which any number of ranks may have written; collective.
 
         Args:
             directory: The checkpoint's folder.
 
         Returns:
-            The `extra` that `save_checkpoint` got.
+            The `extra` that was passed to `save_checkpoint`.
+
+        Raises:
+            InvalidInput: The checkpoint is incomplete or belongs to another model.
         """

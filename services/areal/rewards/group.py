@@ -9,12 +9,13 @@ _MARK = "scores_group"
 
 
 def group_reward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a reward function that scores all samples of a group in one call.
+    """Marks a reward function as one that scores all samples of a group in one call.
 
     Args:
-        function: A reward function of the recipe, `async` or not. It gets the arguments of other
-            reward functions, except that `completions` is a list of texts and `completion_ids` a
-            list of lists. It returns one number, or `rubric(...)`, per completion, in order.
+        function: A reward function of the recipe, `async` or not. It gets the same arguments as
+            other reward functions, but `completions` is a list of texts and `completion_ids` is a
+            list of lists. It returns a list with a number or a `rubric(...)` for each completion,
+            in order.
 
     Returns:
         The same function.

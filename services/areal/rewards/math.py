@@ -31,15 +31,15 @@ _WRAPPERS = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 def math_reward(completion: str, answer: str | float) -> float:
     r"""Returns 1.0 if the completion's final answer equals `answer` mathematically, else 0.0.
 
-    The final answer is the content of the last ``\boxed{}``. If there is none, it is the text after
-    the last ``####``, or else the last expression that the package math-verify finds.
+    The final answer is the content of the last ``\boxed{}``. Without one, it is the text after the
+    last ``####``. Without either, it is the last expression that the package math-verify finds.
 
     Args:
         completion: The model's text.
         answer: The right answer: a number or LaTeX, with or without ``$`` or ``\boxed{}``.
 
     Raises:
-        InvalidInput: `answer` is empty, or neither text nor a number.
+        InvalidInput: `answer` is empty, or is neither text nor a number.
 
     Example:
         >>> math_reward("so it is \\boxed{\\frac{2}{4}}", "0.5")

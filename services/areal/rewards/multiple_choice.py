@@ -23,17 +23,17 @@ def multiple_choice_reward(
 ) -> float:
     r"""Returns 1.0 if the completion chooses the right letter, else 0.0.
 
-    The chosen letter is the content of the last ``\boxed{}``. If there is none, it is the last
-    letter that the text calls the answer ("the answer is (B)"), or else the last capital letter
-    that stands alone.
+    The chosen letter is the content of the last ``\boxed{}``. Without one, it is the last letter
+    that the text states as the answer ("the answer is (B)"). Without either, it is the last capital
+    letter that stands alone.
 
     Args:
         completion: The model's text.
         answer: The right letter, or its index, counted from 0.
-        choices: The options, in order. If given, only as many letters, from A on, count as choices.
+        choices: The options, in order. If given, only the letters of these options count.
 
     Raises:
-        InvalidInput: `answer` is neither a letter nor an index, or is not among the `choices`.
+        InvalidInput: `answer` is neither a letter nor an index, or is not one of the `choices`.
 
     Example:
         >>> multiple_choice_reward("A is wrong, so the answer is (B).", "B")

@@ -13,19 +13,19 @@ def regex_reward(
 ) -> float:
     r"""Returns 1.0 if the completion matches `pattern`, else 0.0.
 
-    If the pattern has a group named `answer`, the captured text must also equal the row's `answer`;
-    spaces around both are ignored.
+    If the pattern has a group named `answer`, the captured text must also equal the row's `answer`,
+    apart from whitespace at either end.
 
     Args:
         completion: The model's text.
-        pattern: A Python regular expression. The reward's time limit also ends a pattern that
-            backtracks too long.
-        answer: The right answer. Needed if the pattern has a group `answer`, otherwise ignored.
-        fullmatch: True: the whole completion must match. False: any part of it.
+        pattern: A Python regular expression. If it backtracks too long, the reward's time limit
+            stops it.
+        answer: The right answer. Required if the pattern has a group `answer`, otherwise ignored.
+        fullmatch: True: the whole completion must match. False: any part of it may match.
 
     Raises:
-        InvalidInput: The pattern is not a regular expression, or it has a group `answer` and there
-            is no `answer` to compare.
+        InvalidInput: The pattern is not a regular expression, or it has a group `answer` and
+            the argument `answer` is missing.
 
     Example:
         >>> regex_reward("<answer>42</answer>", r"<answer>(?P<answer>\d+)</answer>", "42")

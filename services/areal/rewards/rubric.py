@@ -21,8 +21,8 @@ def rubric(**parts: Any) -> Score:
         parts: NAME=number or NAME=(number, weight); the default weight is 1.
 
     Raises:
-        InvalidInput: There is no part, a number or weight is not finite, or a part has the name of
-            another metric (`mean` or `std`).
+        InvalidInput: There are no parts, a number or weight is not finite, or a part is named
+            `mean` or `std` (the metrics `reward/mean` and `reward/std` already exist).
 
     Example:
         >>> rubric(correct=True, short=(0.5, 0.2))

@@ -153,19 +153,19 @@ def make_trajectory(
     reward: float | Sequence[float],
     completion_text: str = "",
 ) -> Trajectory:
-    """Returns one trajectory of one or more turns; the loss covers exactly the sampled tokens.
+    """Returns a trajectory with one or more turns; the loss covers exactly the sampled tokens.
 
     Args:
-        responses: The model's answers in order. Each prompt must begin with the previous prompt and
-            output. The tokens that it adds (a user's reply, a tool's result) are context, without a
-            loss. `areal.Conversation` builds such prompts.
+        responses: The model's answers, in order. Each prompt must begin with the previous prompt
+            and output; `areal.Conversation` builds such prompts. The tokens that a prompt adds (a
+            user's reply, a tool's result) are context and have no loss.
         reward: One number for the whole trajectory, placed on the last sampled token; or one number
             per response, each placed on that response's last token.
-        completion_text: The text shown to people; may be empty.
+        completion_text: The answer as text, for display; may be empty.
 
     Returns:
-        A trajectory whose length L is that of the last prompt plus the last output. The rollout
-        worker sets its `trajectory_id`.
+        A trajectory whose length L is the length of the last prompt plus that of the last output.
+        The rollout worker sets its `trajectory_id`.
 
     Raises:
         PromptDrift: A prompt does not begin with the previous prompt and output.
