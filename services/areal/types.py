@@ -68,24 +68,25 @@ class GenerationHyperparameters:
     """Sampling parameters."""
 
     n_samples: Annotated[int, Ge(1)] = 1
-    """Samples per task, that is, the size of the group."""
+    """Number of samples per task, which is the size of the group."""
     max_new_tokens: Annotated[int, Ge(1)] = 512
     """Maximum number of tokens per sample."""
     min_new_tokens: int = field(default=0, metadata={"omegaconf_ignore": True})
     """No stop token is sampled before this many tokens. Set it in a workflow; it is not a
     configuration key."""
     temperature: float = 1.0
-    """0 means greedy, which is for evaluation only. Logprobs are those of the temperature-scaled
-    distribution; training compares them at this temperature."""
+    """Sampling temperature; 0 means greedy, which is for evaluation only. Logprobs are those of the
+    distribution at this temperature, both in sampling and in training."""
     top_p: float = 1.0
     """Nucleus sampling; 1 turns it off. Logprobs are still those of the whole distribution, so
-    training does not see the truncation: the run starts with a warning."""
+    training ignores the truncation, and the run starts with a warning."""
     top_k: int = -1
-    """Top-k sampling; -1 turns it off. Logprobs and the warning are the same as with `top_p`."""
+    """Top-k sampling; -1 turns it off. As with `top_p`, training ignores the truncation, and the
+    run starts with a warning."""
     greedy: bool = field(default=False, metadata={"omegaconf_ignore": True})
-    """Same as temperature 0. Set it in a workflow; it is not a configuration key."""
+    """The same as temperature 0. Set it in a workflow; it is not a configuration key."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens that end a sample, in addition to the model's end-of-sequence token."""
+    """Ids of tokens that end a sample, in addition to the model's end-of-sequence tokens."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,16 @@ class LLMRequest:
     gconfig: GenerationHyperparameters
     """Sampling parameters. `agenerate` ignores `n_samples`: it returns one answer."""
     rid: str = ""
-    """Unique id of the request; empty: the engine generates one."""
+    """A name that becomes part of the request's id on the server; may be empty."""
     affinity_key: str = ""
     """Requests with the same key go to the same server if possible, to reuse its prefix cache."""
     images: tuple[bytes, ...] = ()
-    """Contents of the prompt's image files (PNG, JPEG, WebP), in order; each image is one token."""
+    """Contents of the prompt's image files (PNG, JPEG, WebP), in order. Each image is one token of
+    `input_ids`."""
     grammar: str = ""
-    """A constraint on the answer: a structural tag (JSON) as SGLang and xgrammar define it; empty:
+    """A constraint on the answer, as a structural tag (JSON) of SGLang and xgrammar; empty means
     none. Only tokens that it allows are sampled, and logprobs are those of the distribution over
-    these tokens."""
+    these tokens. An interrupted answer starts over."""
     on_tokens: Callable[[int, Sequence[int]], None] | None = field(
         default=None, compare=False, repr=False
     )
@@ -128,9 +130,9 @@ class LLMResponse:
     input_tokens: list[int]
     """Token ids of the prompt."""
     output_tokens: list[int]
-    """Token ids of the answer, including a stop token that ended it."""
+    """Token ids of the answer, including the stop token if one ended it."""
     output_logprobs: list[float]
-    """Behavior logprob of each output token: under the weights that sampled it."""
+    """Logprob of each output token under the weights that sampled it."""
     output_versions: list[int]
     """Policy version that sampled each output token."""
     stop_reason: StopReason
@@ -138,11 +140,11 @@ class LLMResponse:
     latency_s: float = 0.0
     """Seconds from the call to the end of the answer, including interruptions."""
     interruptions: int = 0
-    """How often the request was continued after an abort, a drain, or a server's death."""
+    """How often the answer was continued after an abort, a drain, or a server failure."""
     images: tuple[bytes, ...] = ()
     """The images of the request."""
     servers: list[str] = field(default_factory=list)
-    """URLs of the servers that sampled the output tokens, in the order in which they began."""
+    """URLs of the servers that sampled the output tokens, in order of first use."""
 
 
 class Score(float):
@@ -170,16 +172,16 @@ class Score(float):
 
 @dataclass(frozen=True)
 class McpServer:
-    """A tool server that speaks the Model Context Protocol: set either `command` or `url`."""
+    """A tool server that uses the Model Context Protocol (MCP). Set either `command` or `url`."""
 
     command: list[str] = field(default_factory=list)
     """The program and its arguments. Each conversation starts its own process and talks to it
     through standard input and output."""
     url: str = ""
-    """Address of a server that is already running, for the transport "streamable HTTP"."""
+    """URL of a server that is already running and uses the transport "streamable HTTP"."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables for the program, in addition to the worker's PATH, HOME and the like.
-    They are stored with the task, so put no secrets here."""
+    They are stored with the task, so do not put secrets here."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ a `rubric(...)`."""
 
 
 class AgentWorkflow(RolloutWorkflow):
-    """Runs an agent `gconfig.n_samples` times on each row, to train on the tokens it samples.
+    """Runs an agent `gconfig.n_samples` times on each row and records the tokens of its calls.
 
-    The agent calls the model through the API of OpenAI or Anthropic. Every call is recorded with
-    the sampled token ids. Calls whose prompts extend each other become one trajectory. A sub-agent,
-    a branch or a rewritten history becomes a separate trajectory with the same reward.
+    The agent calls the model through the OpenAI or Anthropic API. Every call is recorded with the
+    sampled token ids. A call whose prompt starts with an earlier call's prompt and answer continues
+    that call's trajectory. A sub-agent, a branch or a rewritten history becomes a separate
+    trajectory with the same reward.
 
     Example:
         >>> async def run(task, base_url, api_key):
@@ -43,14 +44,14 @@ class AgentWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Checks the arguments that can be checked without a row.
+        """Checks and stores the arguments.
 
         Args:
-            run: An async function of the recipe, `run(task, base_url, api_key)`. `task` is the row.
-                It returns the reward (a number or a `rubric(...)`), or None if it has sent its
-                rewards with `POST {base_url}/reward`.
+            run: An async function of the recipe, `run(task, base_url, api_key)`, where `task` is
+                the row. The function returns the reward (a number or a `rubric(...)`), or None if
+                the agent has sent its rewards with `POST {base_url}/reward`.
             gconfig: Sampling parameters, which override the agent's own. `max_new_tokens` limits
-                each call. None: the defaults of `GenerationHyperparameters`.
+                each call. None means the defaults of `GenerationHyperparameters`.
             template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:

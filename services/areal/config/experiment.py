@@ -86,12 +86,15 @@ class BaseExperimentConfig:
 
     @property
     def offline(self) -> bool:
-        """True if the trainer learns from dataset rows only, without servers and services."""
+        """True if the trainer learns from dataset rows only, without servers or services."""
         return not parse_allocation(self.allocation_mode).inference_replicas
 
     @property
     def namespace(self) -> str:
-        """`experiment_name/trial_name`: the run in Redis keys, NATS subjects, logs and traces."""
+        """The run's name, `experiment_name/trial_name`.
+
+        It is used in Redis keys, NATS subjects, logs and traces.
+        """
         return f"{self.experiment_name}/{self.trial_name}"
 
     @property

@@ -16,11 +16,11 @@ DatasetItem = tuple[int, int, dict[str, Any]]
 
 
 class StatefulLoader:
-    """An endless iterator over rows, in a new order each epoch, that can be resumed exactly.
+    """An endless iterator over rows that uses a new order each epoch and can be resumed exactly.
 
     It yields (epoch, index, row), where `index` is the position in the epoch's order. The order
-    depends on seed and epoch alone, so the same position always means the same row, and a
-    checkpoint needs to store only a position.
+    depends only on the seed and the epoch. Therefore a position always means the same row, and a
+    checkpoint stores only the position.
 
     Example:
         >>> loader = StatefulLoader(rows, seed=1)
@@ -35,8 +35,8 @@ class StatefulLoader:
 
         Args:
             rows: The rows, at least one. The sequence is not copied.
-            seed: Random seed of the orders, 0 or more.
-            shuffle: False: every epoch has the order of `rows`.
+            seed: Seed for shuffling, 0 or more.
+            shuffle: If False, every epoch uses the order of `rows`.
 
         Raises:
             InvalidInput: There are no rows, or `seed` is negative.
@@ -53,15 +53,15 @@ class StatefulLoader:
         self.epoch = self.cursor = 0
 
     def seek(self, epoch: int, cursor: int) -> None:
-        """Continues at another position.
+        """Moves to another position.
 
         Args:
             epoch: The epoch of the next row, 0 or more.
-            cursor: The index of the next row, 0 to len(rows); len(rows) is the start of the next
+            cursor: The index of the next row, 0 to len(rows); len(rows) means the start of the next
                 epoch.
 
         Raises:
-            InvalidInput: A number is out of range.
+            InvalidInput: `epoch` or `cursor` is out of range.
         """
         if epoch < 0 or not 0 <= cursor <= len(self.rows):
             raise InvalidInput(

@@ -26,10 +26,10 @@ _EVALUATED_AT_ONCE = 64
 
 
 class OfflineTrainer:
-    """A model that learns from dataset rows only, without rollouts (fine-tuning, reward models).
+    """A model trained on dataset rows only, without rollouts: fine-tuning, DPO, reward models.
 
     It is sharded over all ranks of the trainer and resumes from the run's newest checkpoint. Every
-    rank calls the same methods in the same order.
+    rank must call the same methods in the same order.
 
     Example:
         >>> from areal.engines.sft import train_lm
@@ -40,7 +40,7 @@ class OfflineTrainer:
     """
 
     def __init__(self, config: TrainEngineConfig, *, scalar: bool = False) -> None:
-        """Loads the model, or the checkpoint to resume from.
+        """Loads the model, or its newest checkpoint if the run resumes.
 
         Args:
             config: The experiment's `actor` section; an empty `path` means `model.path`.
@@ -70,12 +70,12 @@ class OfflineTrainer:
     def batches(self, units: Sequence[Unit]) -> Iterator[Batch]:
         """Yields this rank's share of the next `train_dataset.batch_size` units, once per step.
 
-        It ends after `total_train_steps` steps. Every epoch has its own order, which `seed`
-        determines; a resumed run continues with the unit that would have come next. Call
-        `finish_step` after each batch.
+        The iterator ends after `total_train_steps` steps. Each epoch has its own order, which
+        depends on `seed`. A resumed run continues with the next unit. Call `finish_step` after each
+        batch.
 
         Args:
-            units: The training data: each unit comes from `chat_unit` or `pair_unit`.
+            units: The training data, each unit made by `chat_unit` or `pair_unit`.
 
         Raises:
             InvalidInput: There are no units, or `finish_step` was not called after a batch.
@@ -93,12 +93,12 @@ class OfflineTrainer:
                 raise InvalidInput("batches(): expected finish_step() after each batch")
 
     def chunks(self, units: Sequence[Unit]) -> Iterator[Batch]:
-        """Yields this rank's share of all units in order, 64 units at a time, for an evaluation."""
+        """Yields this rank's share of all units in order, 64 units at a time, for evaluation."""
         for begin in range(0, len(units), _EVALUATED_AT_ONCE):
             yield self.share(units[begin : begin + _EVALUATED_AT_ONCE])
 
     def share(self, units: Sequence[Unit]) -> Batch:
-        """Returns this rank's share of some units, packed; pairs also get the key `chosen`."""
+        """Returns this rank's share of the units as a packed batch; pairs add the key `chosen`."""
         import torch
 
         from areal.algorithms import packing
@@ -118,7 +118,7 @@ class OfflineTrainer:
         return batch
 
     def finish_step(self, stats: dict[str, float]) -> None:
-        """Ends the step: writes its metrics, and a checkpoint if one is due.
+        """Ends the step: writes its metrics and, if one is due, a checkpoint.
 
         Args:
             stats: The statistics that the training function returned.
@@ -128,11 +128,11 @@ class OfflineTrainer:
         self.engine.set_version(self.session.step)
 
     def record(self, name: str, values: Iterable[float]) -> float:
-        """Returns the mean of some values, and records it in the run's trainer.json and log.
+        """Returns the mean of the values and records it in the run's trainer.json and log.
 
         Args:
-            name: The result's name; a later value replaces an earlier one.
-            values: The values; the mean of none is 0.
+            name: The result's name. A later result with the same name replaces it.
+            values: The values to average. If there are none, the mean is 0.
         """
         figures = list(values)
         mean = sum(figures) / max(len(figures), 1)
@@ -140,7 +140,7 @@ class OfflineTrainer:
         return mean
 
     def save(self, name: str = "model") -> Path:
-        """Saves the model as a Hugging Face folder in the run folder, and returns its path.
+        """Saves the model as a Hugging Face folder in the run folder and returns its path.
 
         All ranks must call it.
 
@@ -156,12 +156,13 @@ class OfflineTrainer:
         return self.engine.checkpoint_bytes()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
-        """Copies model, optimizer and random states, then writes them in the background.
+        """Copies the model, optimizer and random states, then writes them in the background.
 
-        Recipes rarely call this: `finish_step` saves checkpoints as the `checkpoint` section says.
+        Recipes rarely call this, because `finish_step` saves checkpoints as set in the `checkpoint`
+        section.
 
         Args:
-            directory: Where all ranks write their parts.
+            directory: The folder to which all ranks write their parts.
 
         Returns:
             A future that is done once this rank's part is written.

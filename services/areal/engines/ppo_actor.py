@@ -31,20 +31,23 @@ if TYPE_CHECKING:
 class FSDPPPOActor:
     """The policy under training, sharded over all ranks of the trainer.
 
-    It resumes from the run's newest checkpoint. Every rank calls the same methods in the same
-    order. `FSDPPPOActor(config.ref)` is a frozen reference model instead: it is loaded from its own
-    path whenever the run starts. It is never published, and never part of a checkpoint. With
-    `actor.lora` and no `ref.path` the reference is the actor without its adapters.
+    It resumes from the run's newest checkpoint. Every rank must call the same methods in the same
+    order.
+
+    `FSDPPPOActor(config.ref)` creates a frozen reference model instead. The reference is loaded
+    from `ref.path` (if empty, `model.path`) each time the run starts. It is never published or
+    saved in a checkpoint. With `actor.lora` and no `ref.path`, it is the actor without its
+    adapters.
 
     Example:
         >>> actor = FSDPPPOActor(config.actor)
         >>> ref = FSDPPPOActor(config.ref)
         >>> batch["reference_logprobs"] = ref.compute_logprobs(batch)  # before compute_advantages
-        >>> actor.compute_advantages(batch)  # with actor.kl_ctl
+        >>> actor.compute_advantages(batch)  # subtracts the KL penalty
     """
 
     def __init__(self, config: PPOActorConfig | RefConfig | None) -> None:
-        """Loads the model, or the checkpoint to resume from.
+        """Loads the model, or its newest checkpoint if the run resumes.
 
         Args:
             config: The experiment's `actor` or `ref` section; an empty `path` means `model.path`.
@@ -105,13 +108,13 @@ class FSDPPPOActor:
         self.engine, self._ppo = actor.engine, actor._ppo
 
     def get_version(self) -> int:
-        """Returns the number of finished train steps, from which a resumed run's loop continues."""
+        """Returns the number of finished train steps; a resumed run's loop continues from it."""
         return self.engine.get_version()
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """Returns the logprobs of the loss tokens under this model, float32 [T]; 0 elsewhere.
 
-        They are computed at the sampling temperature, `gconfig.temperature`, without gradient.
+        They have no gradient and are computed at the sampling temperature, `gconfig.temperature`.
         """
         if not self._is_base:
             return self._ppo.compute_logprobs(batch)
@@ -119,14 +122,15 @@ class FSDPPPOActor:
             return self._ppo.compute_logprobs(batch)
 
     def compute_advantages(self, batch: Batch) -> None:
-        """Adds `advantages` and `returns` to a batch; both float32 [T], 0 except on loss tokens.
+        """Adds `advantages` and `returns` to a batch, both float32 [T] and 0 except on loss tokens.
 
         It shapes the rewards, subtracts the KL penalty, computes advantages by generalized
-        advantage estimation (GAE), and normalizes them, as the `actor` section says.
+        advantage estimation (GAE), and normalizes them, as set in the `actor` section.
 
         Args:
-            batch: From `RemoteSGLangEngine.prepare_batch`. Also needs `reference_logprobs` if
-                `actor.kl_ctl` is not 0, and `values` if there is a critic; both float32 [T].
+            batch: A batch from `RemoteSGLangEngine.prepare_batch`. It also needs
+                `reference_logprobs` if `actor.kl_ctl` is not 0, and `values` if there is a critic;
+                both are float32 [T].
 
         Raises:
             InvalidInput: A key that the configuration needs is missing.
@@ -136,16 +140,16 @@ class FSDPPPOActor:
         self.session.advantages = lambda: advantages.numpy(force=True)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """Updates the policy on a batch with advantages; returns the step's metrics.
+        """Updates the policy on a batch with advantages and returns the step's metrics.
 
         Returns:
-            Metrics of the batch, the loss and the optimizer, by the names in docs/metrics.md:
-            `reward/mean`, `train/loss`, `policy/kl`, ... They are equal on all ranks, and also
-            become part of the step's row in the run's metrics.
+            Metrics of the batch, the loss and the optimizer, under their names in docs/metrics.md,
+            such as `reward/mean`, `train/loss` and `policy/kl`. They are equal on all ranks, and
+            are also written to the step's row in metrics.jsonl.
 
         Raises:
-            TrainingDiverged: Several gradients in a row were not finite (3 by default;
-                `OptimizerConfig.max_skipped_steps`, which can be set only in code). The batch is
+            TrainingDiverged: Several gradients in a row were not finite. The limit is 3 by default
+                (`OptimizerConfig.max_skipped_steps`, which can be set only in code). The batch is
                 saved in the run folder (see `areal.engines.failed_step`); no weights are published.
         """
         start = time.monotonic()
@@ -159,21 +163,21 @@ class FSDPPPOActor:
         return self._enter(stats, start)
 
     def distill(self, batch: Batch, distillation: Distillation) -> dict[str, float]:
-        """Updates the policy toward a teacher's distribution; returns the step's metrics.
+        """Updates the policy toward a teacher's distribution and returns the step's metrics.
 
         Args:
-            batch: From `RemoteSGLangEngine.prepare_batch`, after
+            batch: A batch from `RemoteSGLangEngine.prepare_batch`, after
                 `distillation.ask(teacher, batch)`.
-            distillation: An `areal.engines.distill.Distillation`: the number of token ids that are
-                compared at each position, and the direction of the KL divergence.
+            distillation: An `areal.engines.distill.Distillation`. It sets how many token ids are
+                compared at each position, the direction of the KL divergence, and the temperature.
 
         Returns:
-            The metrics of `ppo_update` without those of PPO. `train/loss` is the mean KL divergence
-            per loss token.
+            The metrics of `ppo_update`, except those that only PPO has. `train/loss` is the mean KL
+            divergence per loss token.
 
         Raises:
-            TrainingDiverged: Several gradients in a row were not finite (3 by default;
-                `OptimizerConfig.max_skipped_steps`, which can be set only in code).
+            TrainingDiverged: Several gradients in a row were not finite. The limit is 3 by default
+                (`OptimizerConfig.max_skipped_steps`, which can be set only in code).
             InvalidInput: `distillation.ask` was not called on this batch.
         """
         start = time.monotonic()
@@ -185,17 +189,17 @@ class FSDPPPOActor:
         """Publishes the new policy version to the inference servers and ends the train step.
 
         The new version's number is the number of finished steps. First the call waits until a
-        server has confirmed the previous version. Then it starts to publish the new one, and saves
-        and commits a checkpoint if one is due. The weights are sent while the next step runs; the
-        next optimizer step waits until they have been gathered. Generation continues while servers
-        load them.
+        server has confirmed the previous version. Then it starts to publish the new version, and
+        starts a checkpoint if one is due. The weights are sent while the next step runs; only
+        that step's optimizer waits until they have been gathered. Generation continues while
+        servers load the new weights.
 
-        The steps that a resumed run replays are not published again, because the servers have newer
-        versions. A step that was skipped, because its gradient was not finite, is published like
-        any other: the ledger measures staleness in versions.
+        When a resumed run replays steps, it does not publish them again, because the servers have
+        newer versions. A step that was skipped because its gradient was not finite is published
+        like any other step, because the ledger measures staleness in versions.
 
         Args:
-            meta: The transport; `WeightUpdateMeta()` is the configured one.
+            meta: The transport to use; `WeightUpdateMeta()` is the configured one.
 
         Raises:
             StaleIncarnation: A newer trainer of the same run has registered.
@@ -223,13 +227,13 @@ class FSDPPPOActor:
         return self.engine.checkpoint_bytes()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
-        """Copies model, optimizer and random states, then writes them in the background.
+        """Copies the model, optimizer and random states, then writes them in the background.
 
-        Recipes rarely call this: `upload_weights` saves checkpoints as the `checkpoint` section
-        says.
+        Recipes rarely call this, because `upload_weights` saves checkpoints as set in the
+        `checkpoint` section.
 
         Args:
-            directory: Where all ranks write their parts.
+            directory: The folder to which all ranks write their parts.
 
         Returns:
             A future that is done once this rank's part is written.

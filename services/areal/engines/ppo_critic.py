@@ -22,7 +22,7 @@ _IN_ROW = ("loss", "grad_norm", "lr", "value", "return", "explained_variance", "
 
 
 class FSDPPPOCritic:
-    """A value model, sharded over all ranks of the trainer and kept in the actor's checkpoints.
+    """A value model, sharded over all ranks of the trainer and saved in the actor's checkpoints.
 
     Example:
         >>> actor, critic = FSDPPPOActor(config.actor), FSDPPPOCritic(config.critic)
@@ -34,7 +34,7 @@ class FSDPPPOCritic:
     """
 
     def __init__(self, config: CriticConfig | None) -> None:
-        """Loads the actor's model with a scalar head, or the checkpoint to resume from.
+        """Loads the actor's model with a scalar head, or the newest checkpoint if the run resumes.
 
         Args:
             config: The experiment's `critic` section.
@@ -66,7 +66,7 @@ class FSDPPPOCritic:
             actor.engine.load_attached("critic", session.resumed.path)
 
     def warming_up(self) -> bool:
-        """Returns True in the first `critic.warmup_steps` steps, which train the critic alone."""
+        """Returns True in the first `critic.warmup_steps` steps, which train only the critic."""
         return self.session.step < self.config.warmup_steps
 
     def compute_values(self, batch: Batch) -> Tensor:
@@ -74,16 +74,16 @@ class FSDPPPOCritic:
         return self._critic.compute_values(batch)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """Updates the critic on a batch after `compute_advantages`; returns the critic's metrics.
+        """Updates the critic on a batch, after `compute_advantages`, and returns its metrics.
 
         Returns:
-            The critic's metrics, by the names in docs/metrics.md: `critic/loss`,
-            `critic/explained_variance`, ... They are equal on all ranks, and also become part of
-            the step's row in the run's metrics.
+            The critic's metrics, under their names in docs/metrics.md, such as `critic/loss` and
+            `critic/explained_variance`. They are equal on all ranks, and are also written to the
+            step's row in metrics.jsonl.
 
         Raises:
-            TrainingDiverged: Several gradients in a row were not finite (3 by default;
-                `OptimizerConfig.max_skipped_steps`, which can be set only in code). The batch is
+            TrainingDiverged: Several gradients in a row were not finite. The limit is 3 by default
+                (`OptimizerConfig.max_skipped_steps`, which can be set only in code). The batch is
                 saved in the run folder (see `areal.engines.failed_step`); no weights are published.
         """
         try:

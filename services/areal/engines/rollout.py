@@ -44,7 +44,7 @@ class Feeding:
 class RemoteSGLangEngine:
     """Submits rows for rollout, and returns training batches and evaluation results.
 
-    Every rank of the trainer calls the same methods in the same order.
+    Every rank of the trainer must call the same methods in the same order.
 
     Example:
         >>> rollout = RemoteSGLangEngine(config.rollout)
@@ -52,7 +52,7 @@ class RemoteSGLangEngine:
     """
 
     def __init__(self, config: RolloutConfig) -> None:
-        """Connects to the services of the run that executes the recipe.
+        """Connects to the services of the current run.
 
         Args:
             config: The experiment's `rollout` section.
@@ -75,13 +75,13 @@ class RemoteSGLangEngine:
     ) -> dict[str, Any]:
         """Returns this rank's share of the next batch of `train_dataset.batch_size` groups.
 
-        Groups of later batches are generated meanwhile.
+        Meanwhile, groups for later batches are generated.
 
         Args:
             dataloader: Supplies the rows to submit, from its current position; usually a
-                `StatefulLoader`. None: the groups come from agents outside the run, which open
-                sessions at the gateway.
-            workflow: The workflow that turns a row into trajectories. Needed unless
+                `StatefulLoader`. None means that the groups come from agents outside the run,
+                which open sessions at the gateway.
+            workflow: The workflow that turns a row into trajectories. Required unless
                 `dataloader` is None.
 
         Returns:
@@ -89,10 +89,10 @@ class RemoteSGLangEngine:
 
         Raises:
             InvalidInput: The workflow samples at a temperature other than the trainer's, or there
-                are rows but no workflow.
+                is a `dataloader` but no workflow.
             WorkflowError: The loader has no rows left.
-            WaitTimeout: No batch within 3 x `rollout.request_timeout_s`; the message says what was
-                missing.
+            WaitTimeout: No batch was complete within 3 x `rollout.request_timeout_s`; the message
+                says what was missing.
         """
         feeding: Feeding | None = None
         if dataloader is not None:
@@ -114,7 +114,7 @@ class RemoteSGLangEngine:
     def rollout_batch(
         self, data: Iterable[Mapping[str, Any]], workflow: RolloutWorkflow
     ) -> dict[str, Any]:
-        """Returns this rank's share of a batch of exactly these rows, one group per row.
+        """Returns this rank's share of a batch from exactly these rows, with one group per row.
 
         It waits until the tasks of all rows have ended. Rejected and failed tasks are left out.
 
@@ -126,11 +126,11 @@ class RemoteSGLangEngine:
             A packed batch.
 
         Raises:
-            WorkflowError: No row gave a group.
+            WorkflowError: No row produced a group.
             InvalidInput: There are no rows, or the workflow samples at a temperature other than
                 the trainer's.
-            WaitTimeout: No batch within 3 x `rollout.request_timeout_s`; the message says what was
-                missing.
+            WaitTimeout: No batch was complete within 3 x `rollout.request_timeout_s`; the message
+                says what was missing.
         """
         check_sampling(workflow, self.session.config.gconfig.temperature)
         spec = self._describe(workflow)
@@ -162,21 +162,21 @@ class RemoteSGLangEngine:
         """Returns the policy's mean reward on held-out rows, and records it in the run folder.
 
         The answers are written to evaluations/NAME-vVERSION.jsonl in the run folder. If this step
-        already has a result of that name, the call returns it without a new evaluation. Until a
-        resumed run finishes its first step after resuming, it also returns a result that was
-        recorded at step 0, because the initial policy is no longer served.
+        already has a result with that name, the call returns it without a new evaluation. In a
+        resumed run that has not yet finished a step, the call also returns a result recorded at
+        step 0, because the initial policy is no longer served.
 
         Args:
             rows: The held-out rows.
             workflow: The workflow that turns a row into trajectories.
             name: Name of the result.
-            version: The policy version that must sample every token. None: that of the last
-                finished step, or, while a resumed run replays steps, the served one.
+            version: The policy version that must sample every token. None means the version of the
+                last finished step; while a resumed run replays steps, it means the served version.
 
         Raises:
             NotFound: `version` is no longer served, or not published yet.
-            WorkflowError: No row had a result.
-            WaitTimeout: For the same reason as `prepare_batch`.
+            WorkflowError: No row produced a result.
+            WaitTimeout: The evaluation took longer than 3 x `rollout.request_timeout_s`.
         """
         session = self.session
         session.publishing.settle()

@@ -32,9 +32,9 @@ LossWeightFn = Callable[["Batch"], int]
 class TrainEngine(abc.ABC):
     """One model under training, sharded over all ranks of the trainer.
 
-    Every rank calls the same methods in the same order, each with its own share of a packed batch.
-    A method marked "collective" waits for all ranks: if one rank does not call it, the others fail
-    after 5 x `rollout.setup_timeout_s`.
+    Every rank must call the same methods in the same order, each with its own share of a packed
+    batch. A method marked "collective" waits for all ranks: if one rank does not call it, the
+    others fail after 5 x `rollout.setup_timeout_s`.
     """
 
     @property

@@ -42,7 +42,7 @@ RewardFn = str | Callable[..., Any]
 
 
 class InferenceEngine(Protocol):
-    """Generates and scores answers for one episode; `arun_episode` gets one as `engine`."""
+    """Generates and scores answers for one episode; `arun_episode` gets it as `engine`."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -50,7 +50,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """Returns one answer, and continues it by itself after a weight update or a server's death.
+        """Returns one answer, continued automatically after a weight update or server failure.
 
         Raises:
             InvalidInput: The request is too long for the model, or a token id is out of range.
@@ -85,8 +85,8 @@ class InferenceEngine(Protocol):
         Args:
             reward_fn: The name of a built-in reward, or a function of the recipe.
             completions: The texts to score, all for the same row.
-            data: The row; the function gets its fields as keyword arguments.
-            prompt: Text of the prompt.
+            data: The row, whose fields the function gets as keyword arguments.
+            prompt: The prompt as text.
             prompt_ids: Token ids of the prompt.
             completion_ids: Token ids of each completion.
             kwargs: Additional keyword arguments, such as the options of a built-in reward.
@@ -95,8 +95,8 @@ class InferenceEngine(Protocol):
             One reward per completion, in order.
 
         Raises:
-            WorkflowError: The function raised, exceeded its time limit, or did not return a finite
-                number.
+            WorkflowError: The function raised an error, exceeded its time limit, or did not return
+                a finite number.
             Unavailable: The reward worker died, or the service does not answer. If the workflow
                 does not catch this error, the task is tried again.
         """
@@ -106,12 +106,12 @@ class InferenceEngine(Protocol):
 class RolloutWorkflow(ABC):
     """Base class of all workflows; a subclass implements `arun_episode`.
 
-    The trainer records the constructor's arguments, and each rollout worker creates the workflow
-    again from them. So arguments must be JSON values, dataclasses, or module-level functions or
-    classes of the recipe. One object serves all episodes of a worker at once, so keep no state of
-    an episode on it. Set the class variable `replayable = False` if a rerun of an interrupted
-    episode would not make the same model calls (because of a clock, randomness, or tools with side
-    effects).
+    The trainer records the constructor's arguments, and each rollout worker recreates the workflow
+    from them. Therefore the arguments must be JSON values, dataclasses, or module-level functions
+    or classes of the recipe. A worker uses one object for all of its concurrent episodes, so do not
+    store an episode's state in it. Set the class variable `replayable = False` if a rerun of an
+    interrupted episode would not make the same model calls, for example because of a clock,
+    randomness, or tools with side effects.
     """
 
     replayable: ClassVar[bool] = True
@@ -139,12 +139,12 @@ class RolloutWorkflow(ABC):
         """Returns the trajectories of one task.
 
         Args:
-            engine: Generates answers and scores them; it has the tokenizer.
+            engine: Generates and scores answers, and has the tokenizer.
             data: The dataset row.
 
         Returns:
             The task's trajectories; the rollout worker sets their `trajectory_id`. None rejects the
-            task: it is neither trained on nor tried again.
+            task, which is then neither trained on nor tried again.
         """
 
 

@@ -21,7 +21,7 @@ from areal.workflows.rendering import ChatRenderer, Message, Reply, TemplateRend
 
 
 class Conversation:
-    """The chat of one episode; it keeps sampled token ids exactly and returns a trajectory.
+    """The chat of one episode, which keeps token ids exactly as sampled and makes a trajectory.
 
     Example:
         >>> chat = Conversation(engine.tokenizer, [{"role": "user", "content": "12+34="}])
@@ -38,18 +38,18 @@ class Conversation:
         *,
         tools: Sequence[Message] | None = None,
     ) -> None:
-        """Turns the opening messages into token ids.
+        """Converts the opening messages to token ids.
 
         Args:
-            renderer: A tokenizer, whose chat template is then used, or a `ChatRenderer`. To set
-                template variables, pass
+            renderer: A `ChatRenderer`, or a tokenizer, whose chat template is used. To set template
+                variables, pass
                 `areal.workflows.rendering.TemplateRenderer(tokenizer, enable_thinking=False)`.
             messages: The messages before the model's first answer.
             tools: JSON schemas of the functions offered to the model.
 
         Raises:
-            InvalidInput: The chat template refuses the messages, or it changes earlier turns when
-                a turn is added.
+            InvalidInput: There are no messages, or the chat template refuses them or omits the
+                model's answers.
         """
         self._renderer = TemplateRenderer(renderer) if isinstance(renderer, Tokenizer) else renderer
         self._tools = tools
@@ -70,15 +70,16 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """The chat as text: the messages that were added, and each answer's `Reply.message`."""
+        """The chat as text: the added messages, and the `Reply.message` of each answer."""
         return [*self._messages, *self._pending]
 
     def add_messages(self, *messages: Message) -> None:
-        """Adds what the model reads before its next answer, such as a user's message.
+        """Adds messages that the model reads before its next answer, such as a user's.
 
         Raises:
-            InvalidInput: There is no message, one has the role `assistant` although the model has
-                already answered, or the chat template refuses one.
+            InvalidInput: There are no messages, a message has no role, a message has the role
+                `assistant` although the model has already answered, or the chat template refuses or
+                omits a message.
         """
         for index, message in enumerate(messages):
             if not isinstance(message, dict) or "role" not in message:
@@ -123,12 +124,12 @@ class Conversation:
         return reply
 
     def trajectory(self, reward: float | Sequence[float], completion_text: str = "") -> Trajectory:
-        """Returns all turns up to the last answer; the loss covers exactly the sampled tokens.
+        """Returns the turns up to the last answer as a trajectory; only sampled tokens have a loss.
 
         Args:
             reward: One number for the whole conversation, placed on the last sampled token; or one
                 number per answer, each placed on that answer's last token.
-            completion_text: The text shown to people. Empty: the last answer's.
+            completion_text: The text shown to people. If empty, the last answer's text is shown.
 
         Raises:
             WorkflowError: No token was sampled, or the number of rewards is neither 1 nor the

@@ -21,11 +21,11 @@ T = TypeVar("T")
 class Environment(Protocol):
     """The methods that `EnvWorkflow` calls on an environment; each episode creates its own object.
 
-    The methods may block: they run in a thread, one at a time for each object.
+    The methods may block, because they run in a thread. Each object gets one call at a time.
     """
 
     def reset(self, data: dict[str, Any]) -> str:
-        """Starts an episode on a dataset row, and returns the text that the model reads first."""
+        """Starts an episode on a dataset row and returns the text that the model reads first."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool]:
@@ -35,8 +35,8 @@ class Environment(Protocol):
             action: The text of the model's answer.
 
         Returns:
-            (the text that the model reads next, the reward of this answer, whether the episode has
-            ended).
+            A tuple: the text that the model reads next, the reward of this answer, and whether the
+            episode has ended.
         """
         ...
 
@@ -45,8 +45,8 @@ class EnvWorkflow(RolloutWorkflow):
     """Runs `gconfig.n_samples` episodes of an environment on each row.
 
     Each reward is placed on the last token of the answer that earned it. The loss covers the
-    model's answers only, never the environment's text. After an episode the environment's `close()`
-    is called, if it has one.
+    model's answers only, never the environment's text. When all episodes of a row have ended, the
+    `close()` method of each environment is called, if it has one.
 
     Example:
         >>> EnvWorkflow(GuessNumber, config.gconfig)                 # a class of the recipe
@@ -67,23 +67,24 @@ class EnvWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Finds the environment's class; each episode creates its own object.
+        """Finds the environment's class; each episode creates its own environment.
 
         Args:
-            environment: A class or function of the recipe that returns an `Environment`, or one of
-                "reasoning_gym:TASK", "gymnasium:ID", "openenv:URL", "module:Class". The rows for
-                reasoning_gym come from `areal.workflows.gyms.reasoning_gym_rows`.
-            gconfig: Sampling parameters; `max_new_tokens` limits each answer. None: the defaults of
-                `GenerationHyperparameters`.
+            environment: A class or function of the recipe that returns an `Environment`, or a name:
+                "reasoning_gym:TASK", "gymnasium:ID", "openenv:URL" or "module:Class". For a
+                reasoning_gym task, create the rows with
+                `areal.workflows.gyms.reasoning_gym_rows`.
+            gconfig: Sampling parameters; `max_new_tokens` limits each answer. None means the
+                defaults of `GenerationHyperparameters`.
             max_turns: Maximum number of answers in an episode.
             options: Keyword arguments for creating the environment.
-            step_timeout_s: Time limit of each call of the environment, in seconds.
-            system_prompt: Text of a system message before the environment's first text.
+            step_timeout_s: Time limit for each call to the environment, in seconds.
+            system_prompt: Text of a system message, placed before the environment's first text.
             template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
-            InvalidInput: There is no such environment, its package is not installed, `max_turns` is
-                below 1, or `step_timeout_s` is not above 0.
+            InvalidInput: The environment does not exist, its package is not installed, `max_turns`
+                is below 1, or `step_timeout_s` is not above 0.
         """
         if max_turns < 1:
             raise InvalidInput(f"max_turns {max_turns}: expected 1 or more")

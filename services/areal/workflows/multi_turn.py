@@ -14,10 +14,11 @@ from areal.workflows.rendering import Message, TemplateRenderer
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
-    """Samples `gconfig.n_samples` conversations per row, with more tries after a wrong answer.
+    """Samples `gconfig.n_samples` conversations per row; after a wrong answer the model retries.
 
-    A conversation ends with its first answer whose reward is above 0, or after `max_turns` answers.
-    Its reward is that of its last answer, multiplied by `turn_discount` once for each earlier one.
+    A conversation ends with the first answer whose reward is above 0, or after `max_turns` answers.
+    The conversation's reward is that of its last answer, multiplied by `turn_discount` once for
+    each earlier answer.
 
     Example:
         >>> MultiTurnWorkflow("math", config.gconfig, max_turns=3, turn_discount=0.9)
@@ -33,22 +34,22 @@ class MultiTurnWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Checks the arguments that can be checked without a row.
+        """Checks and stores the arguments.
 
         Args:
             reward_fn: The name of a built-in reward, or a function of the recipe, as in
                 `RLVRWorkflow`.
-            gconfig: Sampling parameters; `max_new_tokens` limits each answer. None: the defaults of
-                `GenerationHyperparameters`.
+            gconfig: Sampling parameters; `max_new_tokens` limits each answer. None means the
+                defaults of `GenerationHyperparameters`.
             max_turns: Maximum number of answers in a conversation.
-            feedback: The user's message after a wrong answer; or a function of the recipe that
-                returns it, `feedback(completion, reward, **data) -> str`.
+            feedback: The user's message after a wrong answer, or a function of the recipe that
+                returns this message: `feedback(completion, reward, **data) -> str`.
             turn_discount: Factor for each earlier answer, from 0 to 1.
-            system_prompt: Text of a system message before the row's messages.
+            system_prompt: Text of a system message, placed before the row's messages.
             template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
-            InvalidInput: `max_turns` is below 1, or `turn_discount` is not from 0 to 1.
+            InvalidInput: `max_turns` is below 1, or `turn_discount` is not between 0 and 1.
         """
         if max_turns < 1:
             raise InvalidInput(f"max_turns {max_turns}: expected 1 or more")

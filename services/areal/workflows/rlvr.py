@@ -12,7 +12,7 @@ from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, mak
 
 
 class RLVRWorkflow(RolloutWorkflow):
-    """Samples `gconfig.n_samples` answers to each row and scores each answer.
+    """Samples `gconfig.n_samples` answers to each row and scores them.
 
     A row has `messages` (a list of {"role", "content"}) or `prompt` (a user's message). The reward
     function gets all of the row's fields except `images` as keyword arguments. Images are placed
@@ -29,17 +29,17 @@ class RLVRWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         reward_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Checks the arguments that can be checked without a row.
+        """Checks and stores the arguments.
 
         Args:
             reward_fn: The name of a built-in reward, or a function of the recipe,
-                `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`. It
-                is called once per answer: `prompt` is the whole prompt as text, and `completions`
-                is the text of one answer without special tokens. A `group_reward` gets all answers
-                at once.
-            gconfig: Sampling parameters. None: the defaults of `GenerationHyperparameters`.
-            system_prompt: Text of a system message before the row's messages.
-            reward_kwargs: Additional keyword arguments for the reward ("regex" needs `pattern`).
+                `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`. The
+                function is called once per answer: `prompt` is the whole prompt as text, and
+                `completions` is the text of one answer without special tokens. A `group_reward`
+                gets all answers at once.
+            gconfig: Sampling parameters. None means the defaults of `GenerationHyperparameters`.
+            system_prompt: Text of a system message, placed before the row's messages.
+            reward_kwargs: Additional keyword arguments for the reward; "regex" needs `pattern`.
 
         Raises:
             InvalidInput: `gconfig.n_samples` is below 1, or `reward_fn` is neither the name of a
@@ -57,10 +57,10 @@ class RLVRWorkflow(RolloutWorkflow):
             raise InvalidInput(f"gconfig.n_samples {self.gconfig.n_samples}: expected 1 or more")
 
     def prompt_ids(self, engine: InferenceEngine, data: dict[str, Any]) -> list[int]:
-        """Returns the token ids of a row's prompt, in the chat format if the tokenizer has one.
+        """Returns the token ids of a row's prompt, in the model's chat format if it has one.
 
         Raises:
-            InvalidInput: The row has neither `messages` nor `prompt`, or they are malformed.
+            InvalidInput: The row has no `messages` and no `prompt`, or they are malformed.
         """
         messages = data.get("messages")
         if messages is None:

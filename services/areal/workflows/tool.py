@@ -25,10 +25,10 @@ from areal.workflows.tool_calls import ToolCalls
 class ToolWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` conversations per row in which the model may call tools.
 
-    A conversation ends with the first answer without a tool call, or after `max_turns` answers. The
-    reward is that of the last answer. The tool calls of one answer run concurrently. Their results
-    are context: the loss covers exactly the tokens that the model sampled. If a call has wrong
-    arguments or raises, the model reads the error.
+    A conversation ends with the first answer without a tool call, or after `max_turns` answers. Its
+    reward is that of the last answer. The tool calls of one answer run concurrently. The loss
+    covers only the tokens that the model sampled, not the tools' results. If a call has wrong
+    arguments or raises an error, the model reads the error.
 
     Example:
         >>> def multiply(a: int, b: int) -> int:
@@ -50,25 +50,26 @@ class ToolWorkflow(RolloutWorkflow):
         system_prompt: str | None = None,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Checks the arguments that can be checked without a row.
+        """Checks and stores the arguments.
 
         Args:
-            tools: Functions of the recipe; one that is not async runs in a thread. The model sees
-                each function's docstring, and a schema made from the type annotations and defaults
-                of its parameters. An `McpServer` adds all of its tools.
+            tools: Functions of the recipe, or `McpServer` objects, which add all of their tools. A
+                function that is not async runs in a thread. The model sees each function's
+                docstring, and a schema made from the type annotations and defaults of its
+                parameters.
             reward_fn: The name of a built-in reward, or a function of the recipe, as in
                 `RLVRWorkflow`.
-            gconfig: Sampling parameters; `max_new_tokens` limits each answer. None: the defaults of
-                `GenerationHyperparameters`.
-            max_turns: Maximum number of answers in a conversation, including the last one.
-            tool_timeout_s: Time limit of one tool call, in seconds.
-            system_prompt: Text of a system message before the row's messages.
+            gconfig: Sampling parameters; `max_new_tokens` limits each answer. None means the
+                defaults of `GenerationHyperparameters`.
+            max_turns: Maximum number of answers in a conversation.
+            tool_timeout_s: Time limit for each tool call, in seconds.
+            system_prompt: Text of a system message, placed before the row's messages.
             template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
             InvalidInput: A parameter of a tool has no type annotation, `max_turns` is below 1, an
-                `McpServer` does not have exactly one of `command` and `url`, or the package `mcp`
-                that it needs is not installed.
+                `McpServer` does not have exactly one of `command` and `url`, or it needs the
+                package `mcp`, which is not installed.
         """
         if max_turns < 1:
             raise InvalidInput(f"max_turns {max_turns}: expected 1 or more")
