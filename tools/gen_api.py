@@ -48,7 +48,7 @@ These types appear in signatures:
 | `RowLoader` | a `StatefulLoader`, or another iterator of (epoch, index, row) that has `seek` |
 | `Unit` | an example for `OfflineTrainer`: one sequence, or a chosen and a rejected one |
 | `LossFn` | (logprobs [T], entropies [T], micro-batch) -> (sum over loss tokens, statistics) |
-| `LossWeightFn` | micro-batch -> the number that it adds to the divisor of the loss |
+| `LossWeightFn` | micro-batch -> the amount that this micro-batch adds to the divisor of the loss |
 | `Head` | `areal.engines.model.heads.Head`: computes the inputs of a loss from hidden states |
 | `HostTensor` | a tensor as bytes in CPU memory |
 | `Again` | an object that gathers a version's tensors a second time |
