@@ -47,16 +47,16 @@ class SecurityConfig:
     """Access control. Secrets are in files or the environment, never in the experiment file."""
 
     dir: str = ""
-    """Folder of the files with secrets. `token` has the bearer token of all gRPC and HTTP endpoints
-    (16 characters or more). `redis-password` and `nats-token` are used if the URLs in
+    """Folder of the files with secrets. `token` contains the bearer token of all gRPC and HTTP
+    endpoints (16 characters or more). `redis-password` and `nats-token` are used if the URLs in
     endpoints.redis and endpoints.nats contain no secret. Instead of a file, you can set the
     environment variable AREAL_TOKEN, AREAL_REDIS_PASSWORD or AREAL_NATS_TOKEN. If there is no
-    token, `areal run`, `areal up` and `areal serve` create one at each start; a service that you
-    start yourself then requires none."""
+    token, `areal run`, `areal up` and `areal serve` create one at each start, and a service that
+    you start yourself requires none."""
     tls_dir: str = ""
-    """Folder of PEM files for mutual TLS on gRPC. `tls.crt` and `tls.key`: the certificate, which
-    must cover the host names in `endpoints`, and its key. `ca.crt`: the authorities that have
-    signed the certificates of all peers."""
+    """Folder of PEM files for mutual TLS on gRPC. `tls.crt` and `tls.key` are the certificate,
+    which must cover the host names in `endpoints`, and its key. `ca.crt` contains the authorities
+    that signed the certificates of all peers."""
     allow_insecure_bind: bool = False
     """Allow a service without a token to listen on an address that other machines can reach."""
 

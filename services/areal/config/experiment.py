@@ -48,8 +48,8 @@ class BaseExperimentConfig:
     experiment_name: str = "experiment"
     """Name of a group of trials: lower-case letters, digits and dashes."""
     trial_name: str = "trial0"
-    """Name of one run: lower-case letters, digits and dashes. With experiment_name, it is part of
-    Redis keys, NATS subjects and the run folder."""
+    """Name of one run: lower-case letters, digits and dashes. Both names are part of Redis keys,
+    NATS subjects and the path of the run folder."""
     seed: int = 0
     """Seed of all random numbers in the trainer."""
     run_root: str = "runs"
@@ -59,7 +59,7 @@ class BaseExperimentConfig:
     servers and `t` the tensor parallelism of each. In `fsdp:d8s4`, there are 8 data-parallel ranks,
     and the weights are sharded over 4 of them; `t`, `c` and `e` add tensor, context and expert
     parallelism. AReaL's older form, `sglang.d2p1t1+d1p1t1`, is accepted too; `p`, pipeline
-    parallelism, must be 1. With `fsdp:d1` alone, without servers, the recipe trains on rows and no
+    parallelism, must be 1. With only `fsdp:d1`, the recipe trains on dataset rows, and no server or
     service is started."""
     recipe: str = ""
     """The recipe file; set by `areal run`."""
@@ -71,10 +71,10 @@ class BaseExperimentConfig:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: Literal["none", "wandb", "tensorboard", "trackio", "mlflow"] = "none"
-    """Where the metrics of each step go besides metrics.jsonl. `wandb` runs offline without a key
-    in WANDB_API_KEY or ~/.netrc (`wandb sync` uploads its data later). `tensorboard` writes to the
-    run folder, and so does `mlflow` unless MLFLOW_TRACKING_URI names a server. The package of each
-    is an extra of the same name."""
+    """Where the metrics of each step go in addition to metrics.jsonl. `wandb` runs offline without
+    a key in WANDB_API_KEY or ~/.netrc (`wandb sync` uploads its data later). `tensorboard` writes
+    to the run folder, and so does `mlflow` unless MLFLOW_TRACKING_URI names a server. Each tracker
+    needs the extra of the same name."""
     stack: StackConfig = field(default_factory=StackConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

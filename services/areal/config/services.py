@@ -32,12 +32,12 @@ def transport_order(first: str) -> tuple[str, ...]:
 
 @dataclass
 class ModelConfig:
-    """The policy to start from: version 0."""
+    """The model that training starts from, which is policy version 0."""
 
     path: str = ""
     """A Hugging Face model directory; a relative path starts at the working directory.
-    `areal run` also takes `org/name[@revision]` of the Hub and `s3://bucket/folder` (gs://, az://),
-    and fetches the model into `models/` first."""
+    `areal run` also accepts `org/name[@revision]` on the Hub and `s3://bucket/folder` (gs://,
+    az://), and downloads the model into `models/` first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the inference servers and of published weights: `float32`, `bfloat16`, or `auto`
     (bfloat16 on GPUs, the checkpoint's dtype on CPUs)."""
@@ -67,21 +67,21 @@ class RolloutConfig:
     lease_ttl_s: Annotated[float, Gt(0)] = 30.0
     """A rollout worker that has not renewed its leases for this long, in seconds, loses them."""
     setup_timeout_s: Annotated[float, Gt(0)] = 120.0
-    """Deadline, in seconds, for whatever loads the model: the start of the whole stack, the start
-    of the first inference server, and a server's update to a new version. A generation request also
-    waits this long for a server with a recent enough version."""
+    """Deadline, in seconds, for everything that loads the model: the start of the whole stack, the
+    start of the first inference server, and a server's update to a new version. A generation
+    request also waits this long for a server with a recent enough version."""
     request_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Deadline, in seconds, for one generation request, including interruptions. An episode may
     take 4 times this long. The trainer waits 3 times this long for a batch, then exits with an
     error that names the cause."""
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
-    """The run stops if more than this share of its last 64 tasks failed because of the recipe, or
-    if all of its first tasks (one batch, but at least 16 and at most 64) failed because of the
-    recipe with the same error. 1: it never stops for these reasons."""
+    """The run stops if more than this share of its last 64 tasks failed because of an error in the
+    recipe. It also stops if all of its first tasks (one batch, but at least 16 and at most 64)
+    failed with the same error in the recipe. 1: the run never stops for these reasons."""
     dynamic_sampling: bool = False
     """Reject a training group if all its samples have the same reward, because such a group
-    teaches nothing. `prepare_batch` takes another row in its place (DAPO); with `rollout_batch` the
-    batch gets smaller."""
+    teaches nothing. `prepare_batch` takes another row in its place (DAPO). With `rollout_batch`,
+    the batch gets smaller."""
 
     @property
     def batch_timeout_s(self) -> float:
@@ -111,11 +111,11 @@ class SandboxConfig:
     """The sandbox service, which lends boxes for untrusted code."""
 
     boxes: Annotated[int, Ge(0)] = 0
-    """How many boxes each sandbox service may lend at a time; 0: `areal run` starts no such
+    """How many boxes each sandbox service may lend at a time. 0: `areal run` does not start the
     service."""
     isolation: Literal["namespaces", "rlimits"] = "namespaces"
-    """namespaces: bubblewrap. If the machine does not allow user namespaces, the service does not
-    start. rlimits: resource limits, a filter of system calls, and Landlock if the kernel has it.
+    """`namespaces`: bubblewrap. If the machine does not allow user namespaces, the service does not
+    start. `rlimits`: resource limits, a filter of system calls, and Landlock if the kernel has it.
     These do not protect against malicious code (docs/isolation.md)."""
 
 
@@ -133,23 +133,25 @@ class WeightSyncConfig:
     """How policy versions reach the inference servers."""
 
     transport: Literal["disk", "stream", "distributed"] = "disk"
-    """disk: safetensors on a volume that all servers mount. stream: uploaded once to weight-sync's
-    store, from which the servers pull; needs no shared volume. If one of these two fails, the other
-    is tried. distributed: broadcast by the trainer to the serving servers (gloo; NCCL on GPUs), and
-    also stored as with disk, for new servers and for servers that the broadcast did not reach."""
+    """How servers get new weights. `disk`: from safetensors on a volume that all servers mount.
+    `stream`: the trainer uploads the weights once to weight-sync's store, and the servers download
+    them; no shared volume is needed. If one of these two fails, the other is tried. `distributed`:
+    the trainer broadcasts the weights to the serving servers (gloo; NCCL on GPUs). It also stores
+    them as with `disk`, for new servers and for servers that the broadcast did not reach."""
     encoding: Literal["full", "delta"] = "full"
-    """What the trainer writes or uploads. full: all weights. delta: only the changes, unless they
-    take half the size of all weights or more. Servers with the previous version read the delta,
-    others read all weights."""
+    """What the trainer writes or uploads. `full`: all weights. `delta`: only the changes, unless
+    they take half the size of all weights or more. Servers that have the previous version read the
+    changes; other servers read all weights."""
     interrupt: Literal["in_place", "retract", "abort"] = "in_place"
-    """What an update does to running requests. in_place: they pause. retract: they pause, and their
-    KV cache is computed again. abort: they end, and workers continue them with a new request."""
+    """What an update does to running requests. `in_place`: they pause. `retract`: they pause, and
+    their KV cache is computed again. `abort`: they end, and workers continue them with a new
+    request."""
     max_unavailable: Annotated[int, Ge(0)] = 0
     """How many serving servers are updated at once; the others serve until it is their turn. 0: all
-    of them, which is right if an update takes milliseconds (in_place)."""
+    of them, which is right if an update takes milliseconds (`in_place`)."""
     path: str = ""
-    """Folder of published versions; or s3://bucket/prefix (gs://, az://), to which the disk
-    transport uploads and from which servers fetch. Empty: `weights/` in the run folder."""
+    """Folder of the published versions, or s3://bucket/prefix (gs://, az://), where the `disk`
+    transport uploads them and servers download them. Empty: `weights/` in the run folder."""
     probe_interval_s: Annotated[float, Gt(0)] = 1.0
     """Seconds between health probes of a server; set a longer time for thousands of servers."""
 
@@ -159,14 +161,15 @@ class CheckpointConfig:
     """When the trainer saves, and what it keeps."""
 
     freq_steps: Annotated[int, Ge(0)] = 20
-    """Steps between checkpoints; each one commits its steps in the ledger. 0: only at the end."""
+    """Number of steps between checkpoints. Each checkpoint commits its steps in the ledger. 0: a
+    checkpoint only at the end."""
     keep: Annotated[int, Ge(1)] = 2
     """Number of newest checkpoints to keep. The checkpoint with the best evaluation is kept too. Of
     the published versions, one more than this number is kept."""
     rollouts_gib: Annotated[float, Ge(0)] = 4.0
     """How many GiB of groups to keep in the run folder for `areal show` and `areal export`; the
-    oldest steps are deleted first. 0 keeps none. If `weight_sync.path` is in an object store, the
-    groups are also copied there, to that path with `-rollouts` at its end."""
+    oldest steps are deleted first. 0: none. If `weight_sync.path` is in an object store, the groups
+    are also copied to that path with `-rollouts` added."""
 
 
 @dataclass
@@ -176,7 +179,7 @@ class SlurmConfig:
     setup: str = ""
     """Shell lines that the job runs first, e.g. `module load cuda`."""
     sbatch: list[str] = field(default_factory=list)
-    """Arguments of sbatch, e.g. [--partition=h100, --account=lab, --time=12:00:00]. One minute
+    """Arguments for sbatch, e.g. [--partition=h100, --account=lab, --time=12:00:00]. One minute
     before the job's time limit, the trainer saves a checkpoint and the job ends. The job takes
     whole nodes with all their memory, unless --cpus-per-task is given."""
 
@@ -186,12 +189,12 @@ class KubernetesConfig:
     """The release that `areal run --on kubernetes` installs or upgrades."""
 
     context: str = ""
-    """Context of the kubeconfig; empty: the current one. The command prints the context before it
-    installs anything, and uses that context until the end."""
+    """Context of the kubeconfig; empty: the current context. The command prints the context before
+    it installs anything, and uses this context throughout."""
     namespace: str = ""
-    """Namespace of the release; empty: the context's."""
+    """Namespace of the release; empty: the namespace of the context."""
     chart: str = "charts/areal"
-    """The Helm chart: a folder, or a reference that helm understands."""
+    """The Helm chart: a folder, or a reference that helm accepts."""
     values: list[str] = field(default_factory=list)
     """Helm values files; later files take precedence."""
 
@@ -204,9 +207,9 @@ class StackConfig:
     """Number of rollout service processes."""
     inference_command: str = ""
     """Command that starts an inference server, e.g. `/opt/sglang/bin/python -m
-    sglang.launch_server`; model, address and limits are added as SGLang's flags. Empty: with
-    `stack.gpus_per_node`, the SGLang that `make sglang-gpu` installed, if there is one; otherwise
-    the CPU engine."""
+    sglang.launch_server`; model, address and limits are added as SGLang's flags. Empty: the SGLang
+    that `make sglang-gpu` installed, if there is one and `stack.gpus_per_node` is above 0;
+    otherwise the CPU engine."""
     inference_max_running: Annotated[int, Ge(1)] = 256
     """Maximum number of requests that each inference server decodes at once."""
     max_restarts: Annotated[int, Ge(0)] = 5
@@ -214,8 +217,8 @@ class StackConfig:
     gpus_per_node: Annotated[int, Ge(0)] = 0
     """GPUs of each node; every inference server and trainer rank gets its own. 0: none."""
     gateway_port: Annotated[int, Ge(0)] = 0
-    """Port of the gateway and its dashboard. 0: a free one; a trial that runs again takes the same
-    one if it is still free."""
+    """Port of the gateway and its dashboard. 0: a free port; a trial that runs again takes the same
+    port if it is still free."""
     ranks_per_node: Annotated[int, Ge(0)] = 0
     """Trainer ranks on one node; 0: one for each GPU, or all ranks if the node has no GPU."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -239,7 +242,7 @@ class EndpointsConfig:
     weight_sync: str = ""
     """host:port of WeightSyncService."""
     weight_store: str = ""
-    """http://host:port of weight-sync's store, as the trainer and the servers reach it."""
+    """http://host:port at which the trainer and the servers reach weight-sync's store."""
     trainer: str = ""
     """host:port of TrainerService."""
     gateway: str = ""
@@ -250,6 +253,7 @@ class EndpointsConfig:
     """http://host:port of the sandbox service's E2B-compatible API. Empty: none; if `areal run`
     starts the service, it chooses a free port."""
     inference: list[str] = field(default_factory=list)
-    """Where inference servers are: any number of http://HOST:PORT, dns://NAME:PORT (each address of
-    the name is a server) and kubernetes://NAMESPACE/SERVICE[:PORT] (no namespace: the pod's own).
-    Empty: servers register with weight-sync, as those that `areal run` starts do."""
+    """Where to find inference servers: any number of http://HOST:PORT, dns://NAME:PORT (each
+    address of the name is a server) and kubernetes://NAMESPACE/SERVICE[:PORT] (an empty NAMESPACE
+    is the pod's own). Empty: servers register with weight-sync, as those that `areal run` starts
+    do."""

@@ -41,7 +41,7 @@ class OptimizerConfig:
     lr: Annotated[float, Ge(0)] = 1.7e-5
     """Peak learning rate."""
     weight_decay: float = 0.017
-    """Decoupled weight decay; applied to tensors of two or more dimensions only (not to biases or
+    """Decoupled weight decay, applied only to tensors of two or more dimensions (not to biases or
     norms)."""
     beta1: Annotated[float, Ge(0), Lt(1)] = field(default=0.9, metadata=_NOT_A_KEY)
     """Decay of the first moment."""
@@ -55,9 +55,9 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0
     """Final learning rate as a fraction of `lr`, for `linear` and `cosine`."""
     warmup_steps_proportion: Annotated[float, Ge(0), Le(1)] = 0.05
-    """Fraction of all optimizer steps that is a linear warm-up (none if the number of steps is
-    unknown). Without a warm-up, asynchronous training gets worse at first: Adam's first updates
-    have full size, and the first few all come from samples of one version."""
+    """Fraction of all optimizer steps that are used for a linear warm-up (none if the number of
+    steps is unknown). Without a warm-up, asynchronous training gets worse at first: Adam's first
+    updates have full size, and the first few all come from samples of one version."""
     gradient_clipping: Annotated[float, Ge(0)] = 1.0
     """Gradients are scaled down to this global norm if theirs is larger; 0 turns clipping off."""
     max_skipped_steps: Annotated[int, Gt(0)] = field(default=3, metadata=_NOT_A_KEY)
@@ -172,12 +172,12 @@ class TrainEngineConfig(EngineConfig):
     """What the backward pass recomputes instead of keeping it in memory. `none` or false: nothing.
     `selective`: everything except matrix products and attention (less than half the memory, nearly
     the same speed). `full` or true: each layer from its input (a third more operations). `offload`:
-    the same, with the inputs in host memory. null: on a GPU, the first of these that fits by the
-    estimate that `areal doctor` shows (`full` if there is no estimate); on a CPU, `none`."""
+    the same, with the inputs in host memory. null: on a GPU, the first of these that fits according
+    to the estimate of `areal doctor` (`full` if there is no estimate); on a CPU, `none`."""
     kernels: Kernels = "eager"
-    """What computes a layer's norms, rotary embeddings and gates: `eager` (one operation after
+    """How a layer's norms, rotary embeddings and gates are computed: `eager` (one operation after
     another), `compile` (torch.compile for each layer; the first steps take minutes) or `liger` (the
-    package liger-kernel; needs a GPU). Not measured on a GPU yet."""
+    package liger-kernel; needs a GPU). None of them has been measured on a GPU yet."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """AdamW and its learning-rate schedule; null for a model that is not trained."""
     largest_micro_batch: int = field(default=0, metadata=_NOT_A_KEY)
@@ -187,7 +187,7 @@ class TrainEngineConfig(EngineConfig):
     """The frozen model on the same ranks, for the same estimate: the experiment's `ref`."""
     lora: LoraConfig | None = None
     """Train adapters instead of the whole model; use about ten times the learning rate.
-    `actor.lora={}` takes the defaults; null trains the whole model. With an empty `ref.path`, the
+    `actor.lora={}` uses the defaults; null trains the whole model. With an empty `ref.path`, the
     reference is the actor without its adapters."""
 
 
@@ -207,7 +207,7 @@ class RefConfig(EngineConfig):
 
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """Decoupled PPO. `algorithm` sets the keys for GRPO, RLOO, ...; you can override each."""
+    """Decoupled PPO. `algorithm` sets the keys for GRPO, RLOO, ...; you can override each key."""
 
     ppo_n_minibatches: Annotated[int, Gt(0)] = 1
     """Number of minibatches per batch, with one optimizer step for each."""
@@ -216,10 +216,11 @@ class PPOActorConfig(TrainEngineConfig):
     ratio of each token, `gspo` that of each sequence. `cispo` uses the clipped ratio as a weight
     without gradient. `sapo` uses a soft gate on the ratio instead of a clip."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """What the loss is averaged over, in the minibatch of all ranks together. `token_mean`: tokens.
-    `sequence_mean`: sequences, each of which counts as the mean over its tokens. `constant`:
-    sequences, each of which counts as the sum over its tokens divided by `gconfig.max_new_tokens`,
-    so that a token's weight does not depend on the sequence's length (Dr. GRPO)."""
+    """How the loss of tokens is averaged over the minibatch of all ranks. `token_mean`: the mean
+    over tokens. `sequence_mean`: the mean over sequences, where a sequence's loss is the mean over
+    its tokens. `constant`: the mean over sequences, where a sequence's loss is the sum over its
+    tokens divided by `gconfig.max_new_tokens`. Then a token's weight does not depend on the
+    sequence's length (Dr. GRPO)."""
     eps_clip: Annotated[float, Gt(0), Le(1)] = 0.2
     """The ratio is clipped from below at 1 - eps_clip; 1 turns this off."""
     eps_clip_higher: Annotated[float | None, Gt(0)] = None
@@ -243,8 +244,8 @@ class PPOActorConfig(TrainEngineConfig):
     the same with one weight for all tokens of a sequence, the product of its tokens' weights.
     `second_moment`: tokens are left out, starting with those whose probability changed most, until
     the mean squared log weight of the others is below the cap (M2PO); this takes an extra forward
-    pass. AReaL uses `token_mask`. However, a wrong token above the cap has just become likely, and
-    leaving it out removes the gradient that would make it unlikely again."""
+    pass. AReaL's default is `token_mask`. But a wrong token above the cap has just become likely,
+    and leaving it out removes the gradient that would make it unlikely again."""
     reward_bias: float = field(default=0.0, metadata=_NOT_A_KEY)
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0
@@ -252,8 +253,8 @@ class PPOActorConfig(TrainEngineConfig):
     reward_clip: Annotated[float, Gt(0)] = 20.0
     """After scaling, a sequence's reward is clipped to [-reward_clip, reward_clip]."""
     overlong_tokens: Annotated[int, Ge(0)] = 0
-    """Over this many last tokens before `gconfig.max_new_tokens`, a penalty grows linearly from 0
-    to 1; it is subtracted from the reward (DAPO). 0: no penalty."""
+    """A penalty on long sequences is subtracted from the reward (DAPO). It grows linearly from 0 to
+    1 over this many last tokens before `gconfig.max_new_tokens`. 0: no penalty."""
     overlong_penalty_factor: float = field(default=1.0, metadata=_NOT_A_KEY)
     """Penalty at `max_response_tokens` and beyond."""
     max_response_tokens: int = field(default=0, metadata=_NOT_A_KEY)
@@ -279,8 +280,8 @@ class PPOActorConfig(TrainEngineConfig):
     discount: Annotated[float, Ge(0), Le(1)] = field(default=1.0, metadata=_NOT_A_KEY)
     """GAE's gamma."""
     gae_lambda: Annotated[float, Ge(0), Le(1)] = 1.0
-    """GAE's lambda, with a critic: 1 trusts the rewards of the whole answer, 0 the value of the
-    next token."""
+    """GAE's lambda, which needs a critic: with 1, an advantage depends on the rewards of the whole
+    answer; with 0, on the critic's value of the next token."""
     critic: bool = field(default=False, metadata=_NOT_A_KEY)
     """Advantages are taken over a critic's values: the experiment has a `critic`."""
     adv_norm: AdvantageNorm | None = "batch/batch"
