@@ -39,22 +39,21 @@ services' `metrics.py`; do not edit.
 ## Each step: metrics.jsonl
 
 The trainer writes one line for each step to `runs/<experiment>/<trial>/metrics.jsonl`. `areal run`,
-the dashboard, and `reward.png` show what these lines contain. Means over tokens count the tokens
-that the policy sampled (the loss mask). If a step has several minibatches, figures are means over
-them, weighted by tokens, unless the table says otherwise. All ranks have the same figures; rank 0
-writes the file. `actor.ppo_update` returns its figures under the same names. A line has only the
-keys that the recipe produces. In lines that a release before 0.3 wrote, keys had other names
-(`reward_mean`, `approx_kl`, `step_seconds`, …); they are renamed when the run resumes and when a
-view shows them.
+the dashboard, and `reward.png` show figures from these lines. Means over tokens include only the
+tokens that the policy sampled (the loss mask). If a step has several minibatches, figures are means
+over them, weighted by tokens, unless the table says otherwise. All ranks have the same figures;
+rank 0 writes the file. `actor.ppo_update` returns its figures under the same names. A line has only
+the keys that the recipe produces. Releases up to 0.2 used other keys (`reward_mean`, `approx_kl`,
+`step_seconds`, …). These are renamed when the run resumes, and wherever they are shown.
 """
 
 TRACKERS = """\
 ## Experiment trackers
 
-`tracker=NAME` also sends each line to an experiment tracker. Install its package, an extra of the
-same name, where the trainer runs: `pip install 'areal-services[wandb]'`. The tracker's project
+`tracker=NAME` also sends each line to an experiment tracker. Install the extra of the same name
+where the trainer runs, for example `pip install '.[wandb]'` in a checkout. The tracker's project
 (MLflow: experiment) is `experiment_name`, and its run is `trial_name`. A trial that resumes
-continues its run.
+continues the tracker's run.
 
 | `tracker` | package | where its data goes |
 |---|---|---|
@@ -66,7 +65,7 @@ offline run, which `wandb sync` uploads |
 | `mlflow` | mlflow-skinny, SQLAlchemy and Alembic | to the server that \
 `MLFLOW_TRACKING_URI` names; without it, to the run folder's `mlflow.db` |
 
-Trackers also get the result of each evaluation, at the step whose policy was measured. `NAME` is
+Trackers also get the result of each evaluation, under the step whose policy was measured. `NAME` is
 the name that the recipe gave the evaluation.
 
 {evaluations}
@@ -76,15 +75,16 @@ and metrics.jsonl has all steps.
 
 ## The whole run: trainer.json
 
-This file has the results of `rollout.evaluate(rows, workflow, name=NAME)` and
-`session.record(NAME, value)`, each under its NAME. `evaluations` lists all evaluations with their
-steps. `measured_at_step` says, for each result, which step's policy it was measured on.
+`trainer.json` in the run folder contains the results of
+`rollout.evaluate(rows, workflow, name=NAME)` and `session.record(NAME, value)`, each under its
+NAME. `evaluations` lists all evaluations with their steps. `measured_at_step` contains, for each
+result, the step whose policy was measured.
 
 ## Services: /metrics
 
-Each process serves a page for Prometheus on its own port. SGLang servers have SGLang's own metrics.
-The chart installs a Grafana dashboard and alerts that use these metrics. The name of a counter ends
-in `_total`; a histogram exports `_bucket`, `_sum` and `_count`.
+Each process serves its metrics for Prometheus on its own port. SGLang servers have SGLang's own
+metrics. The chart installs a Grafana dashboard and alerts that use these metrics. The name of a
+counter ends in `_total`. A histogram exports `_bucket`, `_sum` and `_count`.
 """
 
 # Service -> its own collectors, as its server makes them.
@@ -209,14 +209,14 @@ def page() -> str:
     parts.append(TRACKERS.rstrip().replace("{evaluations}", step_table("Evaluations")))
     common = of_every_service("service")
     parts.append(
-        "### Every service\n\n`areal_SERVICE` is `areal_buffer`, `areal_weight_sync`, …; the "
-        "gateway has no `_rpc_seconds`,\nand the CPU engine only `_oldest_wait_seconds`. The usual "
-        "`process_*` are there too.\n\n"
-        + service_table(common).replace("areal_service_", "areal_SERVICE_")
+        "### Every service\n\n`areal_SERVICE` stands for `areal_buffer`, `areal_weight_sync` and "
+        "so on. The gateway has no\n`_rpc_seconds`. The CPU engine has only "
+        "`_oldest_wait_seconds`. All other services also export the\nusual `process_*` metrics."
+        "\n\n" + service_table(common).replace("areal_service_", "areal_SERVICE_")
     )
     parts += [f"### {name}\n\n{service_table(exported(make))}" for name, make in SERVICES.items()]
     parts.append(
-        "### areal_inference\n\nThe CPU engine uses SGLang's names where SGLang has the metric.\n\n"
+        "### areal_inference\n\nThe CPU engine uses SGLang's name if SGLang has the metric.\n\n"
         + service_table(of_the_cpu_engine())
     )
     return "\n\n".join(parts) + "\n"

@@ -26,7 +26,7 @@ class BufferMetrics:
         self._taken = gauge("last_taken_step", "Newest step whose batch was taken.")
         self._committed = gauge("last_committed_step", "Newest step that a checkpoint contains.")
         self._headroom = gauge(
-            "admission_headroom_groups", "Groups that admission still lets start."
+            "admission_headroom_groups", "Groups that admission still allows to start."
         )
         self._regenerated = gauge(
             "regenerated_groups", "Groups generated again because they were too stale."
@@ -42,7 +42,9 @@ class BufferMetrics:
         self._bytes = counter(
             "completed_bytes", "Bytes of the groups completed through this process."
         )
-        self._tokens = counter("generated_tokens", "Tokens sampled in the groups completed here.")
+        self._tokens = counter(
+            "generated_tokens", "Tokens sampled in the groups completed through this process."
+        )
         self._reward = Histogram(
             "areal_buffer_group_reward",
             "Mean reward of a completed group.",
@@ -55,7 +57,7 @@ class BufferMetrics:
             registry=registry,
             buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
         )
-        self._expired = counter("expired_leases", "Leases that this process found expired.")
+        self._expired = counter("expired_leases", "Expired leases that this process found.")
         self._extended = counter(
             "extended_leases", "Leases that this process extended after an outage."
         )

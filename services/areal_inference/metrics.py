@@ -70,7 +70,11 @@ class _Snapshot:
                 len(scheduler.waiting) + len(scheduler.held),
             ),
             ("sglang:num_used_tokens", "Tokens of running requests in the KV cache.", used),
-            ("sglang:token_usage", "Used fraction of the KV cache.", used / self._max_total_tokens),
+            (
+                "sglang:token_usage",
+                "Fraction of the KV cache that is in use.",
+                used / self._max_total_tokens,
+            ),
             ("sglang:gen_throughput", "Generated tokens per second.", scheduler.throughput),
             (
                 "areal_inference_paused",
@@ -85,7 +89,7 @@ class _Snapshot:
             ("sglang:prompt_tokens", "Prompt tokens received.", stats.prompt_tokens),
             (
                 "sglang:cached_tokens",
-                "Prompt tokens copied from another request, not computed.",
+                "Prompt tokens copied from another request instead of being computed.",
                 stats.cached_tokens,
             ),
             ("sglang:generation_tokens", "Tokens generated.", stats.generation_tokens),
@@ -98,13 +102,13 @@ class _Snapshot:
             ),
             (
                 "areal_inference_busy_seconds",
-                "Time with at least one request being decoded.",
+                "Time during which at least one request was being decoded.",
                 stats.busy_seconds,
             ),
             ("areal_inference_steps", "Decode steps.", stats.steps),
             (
                 "areal_inference_pause_seconds",
-                "Time in which generation was paused.",
+                "Time during which generation was paused.",
                 scheduler.pause_seconds,
             ),
             ("areal_inference_weight_updates", "Weight updates loaded.", stats.weight_updates),

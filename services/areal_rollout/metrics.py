@@ -30,12 +30,12 @@ class RolloutMetrics:
         )
         self._servers = Gauge(
             "areal_rollout_serving_servers",
-            "Inference servers that take traffic, as this worker sees them.",
+            "Inference servers that this worker can send requests to.",
             registry=registry,
         )
         self._tokens = Counter(
             "areal_rollout_generated_tokens",
-            "Tokens that finished requests sampled.",
+            "Tokens sampled in finished requests.",
             registry=registry,
         )
         self._requests = Histogram(
@@ -69,17 +69,17 @@ class RolloutMetrics:
         )
         self._busy = Counter(
             "areal_rollout_busy_seconds",
-            "Time in which at least one episode was running.",
+            "Time during which at least one episode was running.",
             registry=registry,
         )
         self._generation_busy = Gauge(
             "areal_rollout_generation_busy_fraction",
-            "Share of the last 4 minutes in which at least one episode was running.",
+            "Share of the last 4 minutes during which at least one episode was running.",
             registry=registry,
         )
         self._training_busy = Gauge(
             "areal_rollout_training_busy_fraction",
-            "Share of the time of the last steps in which the trainer did not wait for a batch.",
+            "Share of the last steps' time during which the trainer did not wait for a batch.",
             registry=registry,
         )
         self._training_known = Gauge(

@@ -31,7 +31,7 @@ def _time(part: str, meaning: str, *statistics: str) -> Metric:
 
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Batch": (
-        Metric("step", "steps", "finished train steps, from 1"),
+        Metric("step", "steps", "finished train steps, including this one"),
         Metric("incarnation", "", "the trainer's incarnation, which grows with each start"),
         Metric("policy_version", "", "the version that this step produced; equals `step`"),
         Metric("time", "s", "Unix time at which the step ended"),
@@ -133,18 +133,21 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "policy/kl",
             "nats",
-            "KL divergence of the proximal policy from the policy, by estimator k3",
+            "KL divergence of the proximal policy from the policy, estimated with k3",
             ("approx_kl",),
         ),
         Metric("policy/entropy", "nats", "entropy of the policy, mean over tokens", ("entropy",)),
         Metric(
             "policy/behavior_weight",
             "",
-            "mean of exp(proximal - behavior) over the tokens that are kept",
+            "mean of exp(proximal - behavior) over the tokens that are kept in the loss",
             ("behavior_weight",),
         ),
         Metric(
-            "policy/behavior_weight_max", "", "largest behavior weight", ("behavior_weight_max",)
+            "policy/behavior_weight_max",
+            "",
+            "largest behavior weight of a token",
+            ("behavior_weight_max",),
         ),
         Metric(
             "policy/behavior_weight_capped",
@@ -155,7 +158,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reference/kl",
             "nats",
-            "KL divergence from the reference model in the loss; only with `actor.kl_loss_ctl`",
+            "KL divergence from the reference model, as used in the loss; only with "
+            "`actor.kl_loss_ctl`",
             ("kl",),
         ),
         Metric(
