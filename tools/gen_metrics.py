@@ -51,8 +51,8 @@ TRACKERS = """\
 ## Experiment trackers
 
 `tracker=NAME` also sends each line to an experiment tracker. Install the extra of the same name
-where the trainer runs, for example `pip install '.[wandb]'` in a checkout. The tracker's project
-(MLflow: experiment) is `experiment_name`, and its run is `trial_name`. A trial that resumes
+where the trainer runs, for example with `pip install 'areal-services[wandb]'`. The tracker's
+project (MLflow: experiment) is `experiment_name`, and its run is `trial_name`. A trial that resumes
 continues the tracker's run.
 
 | `tracker` | package | where its data goes |

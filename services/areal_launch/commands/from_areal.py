@@ -258,7 +258,8 @@ RULES: dict[str, str | Rule] = {
     "total_train_epochs": Rule("`total_train_steps` = epochs * rows / `train_dataset.batch_size`"),
     "total_train_n_seqs": Rule("set `total_train_steps` instead"),
     "async_training": Rule(
-        "the recipe calls `prepare_batch` (generation runs ahead) or `rollout_batch`"
+        "the recipe calls `prepare_batch` (generation runs ahead) or `rollout_batch` (generation "
+        "and training take turns)"
     ),
     "cluster.fileroot": "run_root",
     "cluster.n_gpus_per_node": "stack.gpus_per_node",
@@ -346,7 +347,7 @@ RULES: dict[str, str | Rule] = {
     "sglang.model_path": Rule("`model.path`"),
     **{f"sglang.{key}": _server_flag(key) for key in _SERVER_FLAGS},
     "sglang": Rule("add the flag to `stack.inference_command` if you need it"),
-    "vllm": Rule("only SGLang serves here"),
+    "vllm": Rule("not supported; use SGLang"),
     "recover.freq_steps": "checkpoint.freq_steps",
     "recover": Rule("a trial always resumes from its newest checkpoint"),
     "saver": Rule(
