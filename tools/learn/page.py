@@ -18,25 +18,27 @@ LIMIT_S = 600
 _HEAD = """\
 # What learns
 
-This page shows how much the examples learn in minutes. `make learn` generates it from
-docs/learning.jsonl; do not edit it. Each run is `areal run` of an example on two CPU cores, with
-one trainer and, unless it trains on dataset rows only, all services. The commands and the numbers
-of inference servers are listed below each table. `make learn` starts the missing runs, two at a
-time, and resumes interrupted ones. The rows of the tables come from
-[tools/learn/table.py](../tools/learn/table.py); docs/learning.jsonl has the commit of each run.
+This page shows how much the examples learn in minutes. Each run is `areal run` of an example on two
+CPU cores, with one trainer. All services run too, unless the example trains only on dataset rows.
+The command and the number of inference servers of each run are listed below its table.
+
+`make learn` starts the missing runs, two at a time, and resumes interrupted ones. Then it generates
+this page from docs/learning.jsonl, which also has the commit of each run; do not edit the page. The
+rows of the tables are defined in [tools/learn/table.py](../tools/learn/table.py).
 
 - **criterion**: the goal of a run. `heldout_before` and `heldout_after` are the mean rewards on
   held-out rows before and after training. A control run must not improve.
 - **before, after, value**: the measured results, and the value that the criterion compares.
-- **seconds, in time**: a run should meet its criterion within 600 s, including the time to start
-  the services and to create the model. The seconds of an interrupted run are those since its last
-  start; seed 0 of reasoning-gym is such a run.
-- **load**: the machine's load average at the start and at the end. Above about 4, other work was
-  running at the same time; the seconds are then an upper bound and cannot be compared.
-- **seeds marked `*`**: the run used an earlier revision of the recipe, its settings or a default;
-  `make learn` runs it again.
+- **seconds, in time**: the duration of each run, including the time to start the services and to
+  create the model, and the number of runs that took at most 600 s. The seconds of an interrupted
+  run are those since its last start; seed 0 of reasoning-gym is such a run.
+- **load**: the machine's load average, over one minute at the start and over 15 minutes at the end.
+  Above about 4, other work ran at the same time. The seconds are then an upper bound and cannot be
+  compared.
+- **seeds marked `*`**: the run used an earlier revision of the recipe or its settings; `make learn`
+  runs it again.
 
-The runs of "Algorithms" took place when the default of `actor.behavior_weight_mode` was
+The runs in "Algorithms" were made when the default of `actor.behavior_weight_mode` was
 `token_mask`. SFT and distillation have no row with LoRA, because their models start from random
 weights, which LoRA keeps frozen. With LoRA, SFT reached a loss of 3.4, and distillation closed a
 quarter of the gap to its teacher.
@@ -47,14 +49,14 @@ _NOTES = {
     "Asynchrony": """\
 η is the staleness bound. Training on stale samples should cost nothing: at every η, the mean over
 the seeds should be within the spread of the seeds at η = 0. These runs use half the recipe's
-learning rate and twice its steps, so that the probability of an answer changes at most 4-fold
-within 8 versions. *Decoupled* is decoupled PPO, which clips around the policy at the start of the
-step. *Plain PPO* clips around the policy that sampled the tokens.
+learning rate and twice its steps, so the probability of an answer changes at most 4-fold within 8
+versions. *Decoupled* is decoupled PPO, which clips the ratio to the policy at the start of the
+step. *Plain PPO* clips the ratio to the policy that sampled the tokens.
 """,
     "Asynchrony at the full rate": """\
 The cost of staleness depends on how far the policy moves from one version to the next. At the
-recipe's own learning rate, the probability of an answer changes up to 30-fold within 8 versions,
-and a staleness bound of 4 or more costs several hundredths.
+recipe's own learning rate, the probability of an answer changes up to 30-fold within 8 versions. A
+staleness bound of 4 or more then costs several hundredths of the mean held-out reward.
 """,
 }
 """Explanations by section, printed below its comparison."""
@@ -124,7 +126,10 @@ def _compared(rows: list[tuple[Row, Runs]]) -> str:
             f"| {row.title} | {mean:.3f} | {title} | {fmean(finals):.3f} "
             f"| {min(finals):.3f} to {max(finals):.3f} | {verdict} | {less:+.3f} |\n"
         )
-    head = "| run | mean after | compared with | mean | spread of seeds | mean is | same seed |\n"
+    head = (
+        "| run | mean after | compared with | its mean | its spread over seeds | mean after is "
+        "| mean difference, same seeds |\n"
+    )
     return f"{head}|---|---|---|---|---|---|---|\n{''.join(lines)}" if lines else ""
 
 
