@@ -156,35 +156,44 @@ def render(rows: list[Row]) -> str:
         "<!-- Written by tools/gen_models.py; a test compares every line. -->",
         "",
         "This page lists every causal language model that transformers "
-        f"{transformers.__version__} knows (`AutoModelForCausalLM`). Each one that can be made "
-        "tiny was",
-        "tried with large random weights. The trainer packs sequences end to end and computes "
-        "common prefixes once. The test compares the results",
-        "with those of plain eager transformers on each sequence alone. **Correct** means that in "
-        f"float32 every logprob differs by at most {LOGPROB_TOLERANCE:g}",
-        f"nats, and the gradient by at most {GRADIENT_TOLERANCE:g} of its norm.",
+        f"{transformers.__version__} provides",
+        "(`AutoModelForCausalLM`). If a tiny version of a model can be made, it was tried with "
+        "large random",
+        "weights. The trainer packs sequences end to end and computes common prefixes once. The "
+        "test compares",
+        "its results with those of plain eager transformers, which gets each sequence alone. "
+        "**Correct** means",
+        f"that in float32 every logprob differs by at most {LOGPROB_TOLERANCE:g} nats, and the "
+        f"gradient by at most {GRADIENT_TOLERANCE:g}",
+        "of its norm.",
         "",
-        "Regardless of this table, each run repeats the comparison with its own weights before it "
-        "trains (for a big model, with its first",
-        "layers) and stops with a one-line error if the results differ. So a new architecture, a "
-        "model with custom code, or another version of",
-        "transformers cannot train incorrectly without an error. `areal doctor FOLDER` makes "
-        "the same comparison without a run.",
+        "Whatever this table says, each run repeats the comparison with its own weights before it "
+        "trains. For a",
+        "big model, it compares only the first layers. If the results differ, the run stops with a "
+        "one-line",
+        "error. So a new architecture, a model with custom code, or another version of "
+        "transformers cannot",
+        "train incorrectly without an error. `areal doctor FOLDER` makes the same comparison "
+        "without a run.",
         "",
         f"## Correct ({count(RIGHT)})",
         "",
         "Among these are models with sliding windows, softcaps on attention and logits, attention "
-        "sinks, logit scales, latent attention and experts. Dropout and router",
-        "jitter are turned off. With `longrope` or dynamic NTK rope, sequences beyond the length "
-        "that the rope was trained on are refused,",
-        "because transformers would apply the longest sequence's rope to all sequences of a "
-        "micro-batch.",
+        "sinks, logit",
+        "scales, latent attention and experts. Dropout and router jitter are turned off. With "
+        "`longrope` or",
+        "dynamic NTK rope, the trainer refuses sequences beyond the length that the rope was "
+        "trained on, because",
+        "transformers would apply the longest sequence's rope to all sequences of a micro-batch.",
         "",
-        "In a mixture of experts, the trainer chooses a token's experts itself, and because of "
-        "rounding it may not choose those of the server. So such a",
-        "model has a higher `mismatch/kl` than a dense one. Replaying the server's choice (router "
-        "replay) is not implemented: the CPU engine has no experts, and SGLang's choice",
-        "(`--enable-return-routed-experts`, which its source provides for CPUs too) is not read.",
+        "In a mixture of experts, the trainer chooses a token's experts itself. Because of "
+        "rounding, they may",
+        "differ from those that the server chose. So such a model has a higher `mismatch/kl` than "
+        "a dense one.",
+        "Replaying the server's choice (router replay) is not implemented. The CPU engine does not "
+        "support",
+        "experts, and the trainer does not read the choice that SGLang can return",
+        "(`--enable-return-routed-experts`, also on CPUs).",
         "",
         *table(RIGHT),
         "",
@@ -198,7 +207,7 @@ def render(rows: list[Row]) -> str:
         f"## Not tried ({count(NOT_TRIED)})",
         "",
         "No tiny version of these models could be made. The comparison at the start of a run "
-        "decides whether the run may train one.",
+        "decides whether such a model can be trained.",
         "",
         *table(NOT_TRIED, notes="why"),
         "",
