@@ -95,7 +95,7 @@ def stages(run: Run) -> list[tuple[str, Callable[[], str]]]:
     return [
         ("helm install --wait", run.install),
         ("helm test", run.test),
-        ("a gRPC client outside", run.outside),
+        ("a gRPC client outside the cluster", run.outside),
         ("kubectl scale deploy/sglang", run.scale),
         ("helm upgrade, changed recipe", run.upgrade),
         ("helm rollback", run.rollback),
@@ -122,7 +122,8 @@ def report(run: Run, began: float) -> str:
         )
     return (
         f"# Results of `make e2e-kubernetes{what}`\n\n"
-        f"The command wrote this page on {when}.\n\n"
+        f"The command wrote this page on {when}. [Kubernetes](kubernetes.md#tested) describes what "
+        "the command does.\n\n"
         f"- Cluster: {where}; the load average was {load:.0f} at the end.\n"
         f"- Run: {how}; {time.monotonic() - began:.0f} s in total.\n\n"
         f"| stage | time | result |\n|---|---|---|\n{rows}\n\n{notes}\n"

@@ -57,7 +57,10 @@ class Scarce(Run):
         self.advertise("1")
         hard = {f"requests.{GPU}": "1", "requests.memory": f"{TRAINER_GI + REST_GI}Gi"}
         self.create({"kind": "ResourceQuota", "apiVersion": "v1", "spec": {"hard": hard}}, "scarce")
-        return f"1 {GPU}; quota {TRAINER_GI + REST_GI} GiB, the trainer requests {TRAINER_GI} GiB"
+        return (
+            f"1 {GPU} and a quota of {TRAINER_GI + REST_GI} GiB; the trainer requests "
+            f"{TRAINER_GI} GiB"
+        )
 
     def trainer_first(self) -> str:
         """The worst order: the trainer's pod holds its share before the Job prepare is there."""
@@ -86,7 +89,7 @@ class Scarce(Run):
         ):
             raise Failed(f"not scarce: {used} of {hard}")
         return (
-            f"step {step}; used of the quota: {used['requests.memory']:.1f} of "
+            f"step {step}; the pods use {used['requests.memory']:.1f} of the quota's "
             f"{hard['requests.memory']:.0f} GiB, and the GPU"
         )
 
@@ -105,7 +108,7 @@ class Scarce(Run):
         reason = wait("a first look of the HPA", blind, 120.0)["reason"]
         if self.replicas() != SERVERS or self.service_pods() != before:
             raise Failed(f"{self.replicas()} servers, or new pods; {SERVERS} were there before")
-        return f"the {SERVERS} servers kept running in the same pods; the HPA said {reason}"
+        return f"the {SERVERS} servers kept running in the same pods; the HPA reported {reason}"
 
     def follow(self) -> str:
         """With a metric to read, the HPA goes where the rollout worker's recommendation is."""
@@ -120,8 +123,8 @@ class Scarce(Run):
         self.wait_for_step(self.step() + 2)
         busy = {k: said[f"areal_rollout_{k}_busy_fraction"] for k in ("generation", "training")}
         return (
-            f"{SERVERS} to {replicas} in {scaled:.0f} s ({said[METRIC]:.0f} recommended, at most "
-            f"{MOST}; generation busy {busy['generation']:.2f}, training {busy['training']:.2f}); "
+            f"{SERVERS} to {replicas} servers in {scaled:.0f} s ({said[METRIC]:.0f} recommended, "
+            f"at most {MOST}; generation busy {busy['generation']:.2f}, training {busy['training']:.2f}); "
             "training continued"
         )
 

@@ -149,7 +149,7 @@ class Run:
         (service,) = self.cluster.get("service", "areal-rollout-external")
         address = f"{node_address(self.cluster)}:{service['spec']['ports'][0]['nodePort']}"
         asyncio.run(outside.check(address, allowed))
-        return f"port-forward and NodePort: {first}"
+        return f"port-forward and NodePort, each: {first}"
 
     def scale(self) -> str:
         """4 servers, then 1, while it trains."""
@@ -160,7 +160,7 @@ class Run:
             self.servers(number)
             times.append(time.monotonic() - began)
             self.wait_for_step(self.step() + 2)
-        return f"2 to 4 in {times[0]:.0f} s, 4 to 1 in {times[1]:.0f} s; training continued"
+        return f"2 to 4 servers in {times[0]:.0f} s, 4 to 1 in {times[1]:.0f} s; training continued"
 
     def upgrade(self) -> str:
         """A changed recipe rolls the trainer, and nothing else."""
@@ -186,7 +186,7 @@ class Run:
         name = f"{after['metadata']['name']}-master-0"
         wait("the changed recipe", lambda: CHANGED[9:23] in cluster.kubectl("logs", name), 600.0)
         self.wait_for_step(step + 2)
-        return "new trainer job resumed; services, token and 1 server stayed"
+        return "a new trainer job resumed the run; the services, the token and the 1 server stayed"
 
     def service_pods(self) -> set[str]:
         """Uids of the pods that no changed recipe may replace."""
@@ -199,7 +199,7 @@ class Run:
         self.cluster.helm("rollback", "areal", "1", "--wait", "--timeout", "15m")
         self.servers(2)
         self.wait_for_step(step + 2)
-        return "the first recipe's job resumed; 2 servers again"
+        return "a job with the first recipe resumed the run; there are 2 servers again"
 
     def delete(self, component: str) -> str:
         """One pod, without warning; over when its successor works and training has continued."""
@@ -221,9 +221,7 @@ class Run:
         newest = max(cluster.staying(component), key=lambda p: p["metadata"]["creationTimestamp"])
         seconds = ready_seconds(newest)
         self.wait_for_step(step + 2)
-        return (
-            f"at step {step}; its successor was ready {seconds:.0f} s after its container started"
-        )
+        return f"at step {step}; the new pod was ready {seconds:.0f} s after its container started"
 
     def victim(self, component: str) -> Json:
         """A pod of it; of the trainer the master."""
@@ -274,7 +272,7 @@ class Run:
             self.notes.append(f"{'ok' if check.holds else 'NOT OK'}: {check.name}: {check.detail}")
         if broken := [check.name for check in checks if not check.holds]:
             raise Failed("; ".join(broken))
-        return f"{submitted} tasks, {len(checks)} checks hold"
+        return f"{submitted} tasks; all {len(checks)} checks passed"
 
     def uninstall(self) -> str:
         """Nothing stays but what was there before: the data lies in folders of the node."""
@@ -299,7 +297,7 @@ class Run:
             return plural - expected - claims - tokens
 
         wait("an empty namespace", lambda: not left(), 180.0, pause=3.0)
-        return "nothing left"
+        return "nothing is left"
 
 
 def learnt(rewards: list[float]) -> Check:
