@@ -118,7 +118,8 @@ def report(run: Run, began: float) -> str:
     if isinstance(run, Scarce):
         what = " ARGS=--scarce"
         how = (
-            "1 master that requests the only GPU (declared in the node's status; it trains on CPUs)"
+            "1 master that requests the only GPU (declared in the node's status; the master trains "
+            "on CPUs)"
         )
     return (
         f"# Results of `make e2e-kubernetes{what}`\n\n"

@@ -124,8 +124,8 @@ class Scarce(Run):
         busy = {k: said[f"areal_rollout_{k}_busy_fraction"] for k in ("generation", "training")}
         return (
             f"{SERVERS} to {replicas} servers in {scaled:.0f} s ({said[METRIC]:.0f} recommended, "
-            f"at most {MOST}; generation busy {busy['generation']:.2f}, training {busy['training']:.2f}); "
-            "training continued"
+            f"at most {MOST}; generation busy {busy['generation']:.2f}, "
+            f"training {busy['training']:.2f}); training continued"
         )
 
     def uninstall(self) -> str:
