@@ -136,7 +136,7 @@ bench: $(STAMP) ## Run all benchmarks; each also measures another program or a b
 scale: $(STAMP) ## Measure the control plane with 10, 100 and 1000 simulated servers (ARGS="1000x50000")
 	$(BIN)/python tools/scale_simulator.py $(ARGS)
 
-learn: $(STAMP) ## Train the runs that docs/learning.md does not have yet, two at a time, up to 10 minutes each (ARGS='grpo --seeds 0')
+learn: $(STAMP) ## Train the runs that docs/learning.md does not have yet, two at a time (ARGS='grpo --seeds 0')
 	PYTHONPATH=services:. $(BIN)/python -m tools.learn $(ARGS)
 
 examples: $(STAMP) ## Run each example in miniature (ARGS='dpo distill')

@@ -215,7 +215,7 @@ class StackConfig:
     max_restarts: Annotated[int, Ge(0)] = 5
     """How often a process may restart within ten minutes; one more failure ends the run."""
     gpus_per_node: Annotated[int, Ge(0)] = 0
-    """GPUs of each node; every inference server and trainer rank gets its own. 0: none."""
+    """GPUs of each node; inference servers and trainer ranks do not share GPUs. 0: none."""
     gateway_port: Annotated[int, Ge(0)] = 0
     """Port of the gateway and its dashboard. 0: a free port; a trial that runs again takes the same
     port if it is still free."""
