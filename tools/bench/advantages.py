@@ -1,10 +1,10 @@
-"""Advantages for any discount and lambda, against AReaL's loop: CPU ns per token of 64 x 2048.
+"""Advantages for any discount and lambda, and AReaL's loop: CPU ns per token of 64 x 2048.
 
     python tools/bench/advantages.py [--rounds 7]
 
 The contender is the loop that AReaL 1.0.4 and verl 0.9.1 run over the time steps of padded rows
-(compute_advantages, compute_gae_advantage_return). Both compute the same numbers, which is checked.
-Contenders alternate; medians of CPU time are printed, and one JSON line.
+(compute_advantages, compute_gae_advantage_return). The bench checks that both compute the same
+numbers. Contenders alternate; medians of CPU time are printed, and one JSON line.
 """
 
 from __future__ import annotations

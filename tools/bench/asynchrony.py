@@ -1,14 +1,14 @@
-"""What asynchronous training buys: steps/s with staleness allowed against synchronous training.
+"""Steps per second of asynchronous training, compared with synchronous training.
 
     python tools/bench/asynchrony.py [--steps 60] [--repeat 3] [--tailed]
 
-The contenders are the same command, `areal run examples/arithmetic_grpo.py`, with
-`max_head_offpolicyness` of the file and of 0, alternating on this machine; medians are printed as
-a table and as one JSON line. With `--tailed`, answers of a random model have geometric lengths
-(mean 65, at most 512), so that a synchronous step waits for its longest answer.
+Both contenders run `areal run examples/arithmetic_grpo.py`: one with the file's
+`max_head_offpolicyness`, one with 0. They alternate on this machine, and medians are printed as a
+table and as one JSON line. With `--tailed`, answers of a random model have geometric lengths
+(mean 65, at most 512), so a synchronous step waits for its longest answer.
 
-While the trainer trains, the servers' token counters are read every 50 ms: "sampling" is the
-share of training time in which they went up.
+While the trainer trains, the servers' token counters are read every 50 ms. "sampling" is the share
+of training time in which the counters increased.
 """
 
 from __future__ import annotations

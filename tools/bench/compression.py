@@ -1,9 +1,9 @@
-"""Whether compressing groups pays: ratio and CPU time, zstd against zlib.
+"""Whether compressing groups pays: ratio and CPU time of zstd and zlib.
 
     PYTHONPATH=services python tools/bench/compression.py     # a table, then JSON
 
-Groups of 8 trajectories of 4, 1,024 and 16,384 tokens: ids drawn as words of a text are (Zipf),
-logprobs from an exponential, one policy version, one reward at the end.
+Groups have 8 trajectories of 4, 1,024 or 16,384 tokens. Ids are distributed like the words of a
+text (Zipf), and logprobs exponentially. There is one policy version, and one reward at the end.
 """
 
 from __future__ import annotations

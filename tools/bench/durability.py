@@ -2,10 +2,10 @@
 
     PYTHONPATH=services:. python tools/bench/durability.py [--tasks 400]     # a table, then JSON
 
-One real Redis per policy on this disk, the ledger's own scripts, groups of a given size. `together`
-is how many completions are under way at once: Redis answers all that arrived in one turn of its
-loop after one fsync, so they share it; fsyncs are counted by strace where there is one. Policies
-alternate; medians of three rounds.
+One real Redis per policy runs on this disk, with the ledger's own scripts and groups of a given
+size. `together` is the number of completions in flight. Redis answers all completions that arrived
+in one turn of its loop after one fsync, so they share it. fsyncs are counted by strace if it is
+installed. Policies alternate; figures are medians of three rounds.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""GRPO end to end against TRL: generation, rewards and updates of the same task on the same cores.
+"""GRPO end to end and TRL: generation, rewards and updates of the same task on the same cores.
 
     python tools/bench/end_to_end.py --trl VENV/bin/python [--rounds 3] [--steps 12]
 
-Both train a 0.6 M parameter Qwen2 on two-digit addition: the same rows, 64 problems x 8 answers a
-step, learning rate, clip range, and GRPO as each library does it. Ours is `areal run` with two
-servers, TRL one process with `--threads` threads (1.16; its environment is that of
+Both train a 0.6 M parameter Qwen2 on two-digit addition with the same rows, 64 problems x 8 answers
+per step, learning rate and clip range, and each with its library's GRPO. Ours is `areal run` with
+two servers. TRL is one process with `--threads` threads (1.16; its environment is that of
 tools/bench/trainer.py). They alternate.
 
 `uniform`: random weights, exactly 16 tokens. `tailed`: 4 of 261 tokens end an answer, so its length
-is geometric with a mean of 65, 512 at most. `learning`: the demo's warm-started model in `--model`
-and the task's own lengths; every SAVE_EVERY-th step is saved, and each of these models then
-answers each of the held-out problems four times at temperature 1.
+is geometric with a mean of 65, and at most 512. `learning`: the demo's warm-started model in
+`--model` and the task's own lengths. Every SAVE_EVERY-th step is saved, and each of these models
+then answers each held-out problem four times at temperature 1.
 
-Steps are timed from the WARM_UP-th on. A JSON line for each run has wall and CPU milliseconds a
-sample (CPU also by process, of ours), tokens a sample, (seconds, reward) of each step and (seconds,
-accuracy) of each saved one; the last line has the ratios of the medians, TRL's over ours.
-`learning_time` is the time that TRL takes to its final accuracy (mean of its last three) over the
-time that ours takes to reach it.
+Steps are timed from the WARM_UP-th on. A JSON line for each run has wall and CPU milliseconds per
+sample (for ours, CPU also by process), tokens per sample, (seconds, reward) of each step, and
+(seconds, accuracy) of each saved step. The last line has the ratios of the medians, TRL's over
+ours. `learning_time` is the time that TRL takes to its final accuracy (mean of its last three) over
+the time that ours takes to reach this accuracy.
 `--figure FILE` draws the held-out accuracies over the seconds since the first step.
 """
 

@@ -1,12 +1,13 @@
-"""The CPU engine's tokens per second with logprobs, against HF generate and, where it is, SGLang.
+"""Tokens per second of the CPU engine with logprobs, compared with HF generate and SGLang.
 
     python tools/bench/engine.py [--concurrent 1 8 32 64] [--seconds 4] [--repeat 5]
 
-Same model (Qwen2, random weights), prompts of 32 tokens, 64 new ones, sampling at temperature 1,
-one thread each. HF: `generate` on a batch of that size, logprobs from its scores. Ours: the
-server over HTTP, so many requests at a time, CPU of the server's process. SGLang (from
-`make sglang`, or SGLANG_VENV): the same over HTTP. Contenders alternate; medians of tokens per
-CPU-second and per second. Only the former can be compared on a busy machine.
+All contenders run the same model (Qwen2, random weights), prompts of 32 tokens, 64 new tokens,
+sampling at temperature 1, with one thread each. HF: `generate` on a batch of that size, with
+logprobs from its scores. Ours: the server over HTTP with that many requests at a time; CPU is that
+of the server's process. SGLang, if it is installed (from `make sglang`, or SGLANG_VENV): the same
+over HTTP. Contenders alternate, and medians of tokens per CPU-second and per second are printed. On
+a busy machine, only tokens per CPU-second can be compared.
 """
 
 from __future__ import annotations

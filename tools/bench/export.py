@@ -1,11 +1,12 @@
-"""How long a train step waits for the weights to leave: 2 ranks, gloo, 500 MB, to a folder.
+"""How long a train step waits for the export of weights: 2 ranks, gloo, 500 MB, to a folder.
 
     python tools/bench/export.py [--rounds 3] [--tokens 192] [--ranks 2]
 
-Each round exports as trained (float32) and as bfloat16, and takes a train step beside it. Printed
-for each: seconds from the export's begin until the version is announced, seconds that the step
-waited for it (begin, and before the optimizer), their ratio, bytes that the other ranks sent, and
-the same export with nothing beside it. A table, then one JSON line.
+Each round exports weights as trained (float32) and as bfloat16 while a train step runs. For each,
+the bench prints the seconds from the start of the export until the version is announced, the
+seconds that the step waited (at the start, and before the optimizer), their ratio, the bytes that
+the other ranks sent, and the seconds of the same export without a train step. A table, then one
+JSON line.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What keeping rollouts costs: steps/s of the demo with them against `checkpoint.rollouts_gib=0`.
+"""What keeping rollouts costs: steps/s of the demo with them and with `checkpoint.rollouts_gib=0`.
 
     python tools/bench/kept_rollouts.py [--steps 60] [--repeat 5]
 
 The contenders are the same command, `areal run examples/arithmetic_grpo.py` (64 groups of 8 samples
-a step). They take turns, and each round begins with the other one, so that a machine whose speed
+per step). They take turns, and each round begins with the other contender, so a machine whose speed
 drifts favors neither. The cost is the median over the rounds of `1 - kept / not kept`; it is
 expected to be below 3 %. Medians are printed as a table and as one JSON line.
 """

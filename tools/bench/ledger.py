@@ -1,32 +1,34 @@
-"""The ledger's throughput through gRPC, against redis-py alone moving the same bytes.
+"""The ledger's throughput through gRPC, compared with redis-py alone moving the same bytes.
 
     python tools/bench/ledger.py             # a table, then one JSON line
     python -m venv PEER && PEER/bin/pip install TransferQueue==0.1.11
     python tools/bench/ledger.py --transferqueue PEER/bin/python
     python tools/bench/ledger.py --appendfsync everysec
 
-Pipelined, as a run is: a rollout process hands groups in while a trainer process takes them, with
-the clients that both really use, through the buffer service as its own process. Four batches are
-being reported at any time. The trainer takes step k + 1 and fetches it while it commits step k,
-which lets k go. The clock runs from the first report to the last commit, and includes encoding,
-compression, every check, the state machine of each group, and decoding; making the arrays, tasks
-and leases does not count. redis-py gets the same: a writer and a reader process, each with four
-pipelines under way; a SET per group, and the batch's number to a list on which the reader waits;
-then GETDEL. Same server, same settings, same bytes before compression, no encoding. Groups are four
-trajectories of equal length. The settings are those that launcher, chart and Compose give Redis:
-what was acknowledged is on the disk, of both. `--appendfsync everysec` leaves the disk out of it.
+Ours is pipelined, as in a run: a rollout process reports groups while a trainer process takes them.
+Both use their real clients, and the buffer service is a process of its own. Four batches are being
+reported at any time. The trainer takes and fetches step k + 1 while it commits step k, which
+releases k. The measured time is from the first report to the last commit. It includes encoding,
+compression, every check, the state machine of each group, and decoding, but not making the arrays,
+tasks and leases.
 
-The gRPC relay is what a ledger behind python gRPC could reach at best: those very pipelines in a
-process of their own, which checks and remembers nothing. Its writer sends groups that are packed
-already, in messages as large as our client's; its reader takes a batch with one call, and unpacks
-nothing; four calls each are under way.
+redis-py has a writer and a reader process with four pipelines in flight each. A SET stores a group,
+the number of a batch goes to a list on which the reader waits, and GETDEL reads the groups. Server,
+settings, and bytes before compression are the same; there is no encoding. Groups are four
+trajectories of equal length. Redis has the settings of launcher, chart and Compose, so acknowledged
+data of both is on disk. With `--appendfsync everysec`, no call waits for the disk.
 
-One by one: a group is reported, taken and committed before the next call begins, and each waits
-for the disk; the relay's is put and taken.
+The gRPC relay is what a ledger behind Python's gRPC could reach at best. It runs the same pipelines
+in a process of its own, which checks and remembers nothing. Its writer sends groups that are packed
+already, in messages as large as our client's. Its reader takes a batch with one call, and unpacks
+nothing. Four calls of each are in flight.
 
-TransferQueue, verl's queue, in its own environment: put and get of rows of 64 KiB, so many at a
-time, in memory (`peers/transferqueue.py`). Contenders alternate; medians are printed, with the CPU
-that each process spent per group, which a busy machine disturbs less than rates.
+One by one: a group is reported, taken and committed before the next call begins, and each call
+waits for the disk; the relay's groups are put and taken.
+
+TransferQueue, verl's queue, runs in its own environment: put and get of rows of 64 KiB, a batch at
+a time, in memory (`peers/transferqueue.py`). Contenders alternate. Medians are printed, with the
+CPU that each process used per group, which a busy machine changes less than rates.
 """
 
 from __future__ import annotations

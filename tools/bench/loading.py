@@ -2,9 +2,9 @@
 
     .venv/bin/python tools/bench/loading.py --size-mb 2048 --ranks 2
 
-Ranks without a GPU keep their shards in host memory, too, in the precision of the files here, so
-that 1.0 is the least there is. Prints one JSON object; `loading` counts until the weights are
-there, `initialized` to the end of the self-test, which runs the model once.
+Ranks without a GPU keep their shards in host memory, here in the precision of the files, so the
+bound is 1.0. Prints one JSON object. `loading` measures until the weights are loaded, and
+`initialized` until the end of the self-test, which runs the model once.
 """
 
 from __future__ import annotations

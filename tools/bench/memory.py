@@ -3,10 +3,11 @@
     config.json -> model on the meta device -> the trainer's own layout, recomputing, heads,
     optimizer -> forward, backward, AdamW over fake tensors -> the largest sum of live storages
 
-Collectives are those of torch's fake process group: they take their buffers and move nothing. Every
-storage that an operator makes is counted while it lives. What is not seen: what a CUDA context
-takes, and the pieces that an allocator cannot use. Attention is the `packed` kernel's on a CPU,
-which copies queries, keys and values once more than a GPU's. Experts get equal numbers of tokens.
+Collectives are those of torch's fake process group: they allocate their buffers and move nothing.
+Every storage that an operator makes is counted while it lives. The CUDA context and memory that an
+allocator loses to fragmentation are not counted. Attention is the `packed` kernel of a CPU, which
+makes one more copy of queries, keys and values than that of a GPU. Experts get equal numbers of
+tokens.
 
 PYTHONPATH=services:. python tools/bench/memory.py [MODEL]     prints rows of a Markdown table
 """

@@ -1,11 +1,12 @@
-"""Packing, micro-batch splitting and the PPO loss, against AReaL's way: CPU ns per token.
+"""Packing, micro-batch splitting and the PPO loss, and AReaL's way: CPU ns per token.
 
     python tools/bench/packing_loss.py [--rounds 7]
 
-Contenders: rows padded to the longest and packed again through the attention mask (AReaL 1.0.4's
-concat_padded_tensors and pack_tensor_dict), first-fit-decreasing over a list of bins (its
-ffd_allocate), and its decoupled PPO loss with token-level rejection, written out here. Both sides
-compute the same, which is checked. Contenders alternate; medians of CPU time; one JSON line each.
+The contenders are AReaL 1.0.4's code, written out here: rows padded to the longest and packed again
+through the attention mask (concat_padded_tensors, pack_tensor_dict), first-fit-decreasing over a
+list of bins (ffd_allocate), and the decoupled PPO loss with token-level rejection. The bench checks
+that both sides compute the same. Contenders alternate; it prints medians of CPU time, one JSON line
+each.
 """
 
 from __future__ import annotations

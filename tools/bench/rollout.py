@@ -1,4 +1,4 @@
-r"""What a rollout worker costs in CPU: per episode, and per generation request.
+r"""CPU time of a rollout worker: per episode, and per generation request.
 
     python tools/bench/rollout.py            # a table, then one JSON line
     python -m venv PEER && PEER/bin/pip install --no-deps areal==1.0.4 && PEER/bin/pip install \
@@ -8,12 +8,12 @@ r"""What a rollout worker costs in CPU: per episode, and per generation request.
         pyyaml==6.0.3 ray==2.60.0 requests==2.34.2 tenacity==9.2.1 uvloop==0.23.0
     python tools/bench/rollout.py --areal PEER/bin/python
 
-Episodes: the real executor between an in-memory ledger and a workflow that waits, against a bare
-asyncio pool that only starts and awaits the same number of tasks, and AReaL's WorkflowExecutor
-over an engine that does nothing (targets: a quarter of its CPU from 1024 at once, half at 64).
-Requests: the real generation client, tokenizer and RLVR workflow in the executor, with HTTP to a
-separate process that answers four tokens after a delay; scoring is in memory. Times are CPU of the
-process alone.
+Episodes: the real executor runs between an in-memory ledger and a workflow that waits. It is
+compared with a bare asyncio pool, which only starts and awaits the same number of tasks, and with
+AReaL's WorkflowExecutor over an engine that does nothing. The targets are half of AReaL's CPU with
+64 episodes at once, and a quarter from 1024 on. Requests: the real generation client, tokenizer and
+RLVR workflow run in the executor, with HTTP to a separate process that answers four tokens after a
+delay; scoring is in memory. Times are CPU of the measured process only.
 """
 
 from __future__ import annotations

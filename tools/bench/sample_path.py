@@ -1,12 +1,13 @@
-"""What the path of a sample costs: CPU per train step of every process of the demo.
+"""CPU per train step of every process of the demo: what the path of a sample costs.
 
     python tools/bench/sample_path.py                    # a table, then one JSON line
-    python tools/bench/sample_path.py --base v0.3.0      # this tree against a commit, alternating
+    python tools/bench/sample_path.py --base v0.2.0      # this tree and a commit, alternating
     python tools/bench/sample_path.py --steps 80 --repeat 3
 
-Each contender is `areal run examples/arithmetic_grpo.py`: 64 problems x 8 answers a step, on a
-model so small that most of the time is plumbing. CPU is user and system time of a process and its
-children, from the WARM_UP-th step to the last but one, divided by the steps; medians of the runs.
+Each contender is `areal run examples/arithmetic_grpo.py`: 64 problems x 8 answers per step, with a
+model so small that most of the time is spent outside it. CPU is user and system time of a process
+and its children, from the WARM_UP-th step to the last but one, divided by the number of steps.
+Figures are medians of the runs.
 """
 
 from __future__ import annotations

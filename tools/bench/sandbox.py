@@ -1,11 +1,11 @@
-"""Short programs in boxes, and through the sandbox service, against plain subprocesses.
+"""Short programs in boxes and through the sandbox service, compared with plain subprocesses.
 
     python tools/bench/sandbox.py [--programs 400] [--rounds 3]
 
-All run `programs` times a Python program that adds two numbers, one at a time for each core: `box`
-in areal.rewards.sandbox (warm), `service` by areal-sandbox over gRPC, each in a box of its own,
-`lease` by areal-sandbox in one lent box, `subprocess` as `python -I -c`. They alternate. The last
-line is JSON: programs per second of each (medians), and ratios over subprocesses.
+Each contender runs a Python program that adds two numbers `programs` times, one at a time per core.
+`box` uses areal.rewards.sandbox (warm). `service` uses areal-sandbox over gRPC, with a new box for
+each program. `lease` uses areal-sandbox with one lent box. `subprocess` runs `python -I -c`. They
+alternate. The last line is JSON: programs per second of each (medians), and ratios to subprocesses.
 """
 
 from __future__ import annotations

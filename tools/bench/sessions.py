@@ -10,7 +10,7 @@ conversations (`turns` calls each, `agents` of them at once):
     relay      agent ──> FastAPI + httpx ──> engine
 
 A session records every call, token by token; the relay records nothing. The figures are CPU
-milliseconds a call (user and system) of each process, medians over the rounds, less what the
+milliseconds per call (user and system) of each process, as medians over the rounds, minus what the
 process uses when it is idle. Opening and ending the sessions is included. The gateway's own CPU is
 expected to be below 2 ms. A table, then one JSON line.
 """

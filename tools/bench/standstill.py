@@ -1,13 +1,14 @@
-"""What a weight update costs those who generate: standstill, lost tokens, aborted requests.
+"""What a weight update costs generation: standstill, lost tokens, aborted requests.
 
     python tools/bench/standstill.py [--sglang] [--requests 64] [--every 0.5] [--hidden 128]
 
 The real coordinator updates a real areal_inference server (or SGLang's, from `make sglang`) every
-so often while so many requests of the real generation client run. Per mode, alternating: the share
-of time the server stood still (areal_inference: its own clock; SGLang: from asking it to pause
-until it has answered that it continues), standstill per update, requests it aborted, how long the
-trainer's publish call took, and tokens/s against the same without updates: that includes reading
-the weights, which takes its share of the CPU. A table, then one JSON line.
+`--every` seconds, during `--requests` requests of the real generation client. Modes alternate, and
+the bench prints for each: the share of time in which the server stood still, the standstill per
+update, the requests that it aborted, the duration of the trainer's publish call, and tokens/s
+compared with a run without updates. These tokens/s include the CPU for reading the weights. The
+standstill is measured by areal_inference itself. For SGLang, it lasts from the request to pause to
+the answer to the request to continue. A table, then one JSON line.
 """
 
 from __future__ import annotations

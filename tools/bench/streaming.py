@@ -1,10 +1,11 @@
-"""What it costs to stream answers, which keeps the tokens of a server that dies.
+"""What it costs to stream answers; streaming keeps the tokens of a server that dies.
 
     python tools/bench/streaming.py [--requests 8] [--tokens 1000] [--repeat 3]
 
-The real generation client and a real areal_inference server: so many requests at once, whole
-answers against events every 1, 8, … tokens (SGLang's events are cumulative) and against our
-default. CPU microseconds per token of the client and of the server; medians; contenders alternate.
+The real generation client sends `--requests` requests at once to a real areal_inference server.
+Contenders are whole answers, events every 1, 8, … tokens (SGLang's events are cumulative), and our
+default. They alternate, and medians of CPU microseconds per token are printed for the client and
+for the server.
 """
 
 from __future__ import annotations

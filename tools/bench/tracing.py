@@ -1,11 +1,11 @@
-r"""What traces cost a rollout worker: CPU of a group of eight samples, without and with them.
+r"""What traces cost a rollout worker: CPU of a group of eight samples, with and without them.
 
     python tools/bench/tracing.py            # a table, then one JSON line
 
-The real executor, workflow and generation client, as in rollout.py, with HTTP to a process that
-answers four tokens; 21 spans a group. Off: nothing is configured. Sampled: every trace, one in a
-hundred, every one while the collector is away. CPU is that of the worker's process alone, with the
-thread that exports. Each figure is the median of so many processes, taken in turns.
+The real executor, workflow and generation client run as in rollout.py, with HTTP to a process that
+answers four tokens. A group has 21 spans. The contenders have no traces, every trace, one trace in
+a hundred, and every trace while the collector is unreachable. CPU is that of the worker's process,
+including its exporting thread. Each figure is the median of several processes, which take turns.
 """
 
 from __future__ import annotations

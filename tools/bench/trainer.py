@@ -1,16 +1,17 @@
-"""A GRPO train step, against TRL's and against plain padded transformers; CPU, one thread each.
+"""A GRPO train step, compared with TRL's and with plain padded transformers; one CPU thread each.
 
     python tools/bench/trainer.py [--trl VENV/bin/python] [--rounds 7] [--profile]
 
 Every contender trains the tiny Qwen2 (0.6 M parameters, 261 tokens) on the same 8 prompts x 8
-samples in a process of its own; they alternate, and each step starts with completions that are
-given (nothing is generated) and ends after AdamW. `uniform`: 16 tokens each; `tailed`: up to 512,
-log-normal around 64. Prompts have 16 tokens. TRL (1.16) runs in the interpreter of `--trl`, made of
+samples in a process of its own, and they alternate. Each step starts with given completions
+(nothing is generated) and ends after AdamW. `uniform`: 16 tokens each. `tailed`: up to 512 tokens,
+log-normal around 64. Prompts have 16 tokens. TRL (1.16) runs in the interpreter of `--trl`, which
+these commands create:
 
     python -m venv --system-site-packages VENV; VENV/bin/pip install trl==1.16.0
 
-One JSON line for each case; the last one has the ratios: seconds and CPU seconds of a contender
-over ours, and our memory (peak less what lay there before the first step, per token) over theirs.
+One JSON line for each case. The last one has the ratios: seconds and CPU seconds of a contender
+over ours, and our memory (peak minus memory before the first step, per token) over theirs.
 """
 
 from __future__ import annotations

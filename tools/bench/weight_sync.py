@@ -2,12 +2,13 @@
 
     python tools/bench/weight_sync.py [--megabytes 500] [--rounds 5] [--servers 1 4]
 
-Each server is a process with areal-inference's loader; a weight store serves in this one's thread.
-The contender is what people do by hand: safetensors save, then load and copy into parameters, in
-the same run, alternating. Medians; `blocked` is what the trainer waits for (`distributed` also
-stores). Then deltas: size and time by share of changed elements, or between two versions given by
---versions FOLDER FOLDER. `--objects s3://bucket/prefix` has an object store instead
-of groups and deltas, one that the environment reaches (moto_server and AWS_ENDPOINT_URL).
+Each server is a process with areal-inference's loader. A weight store serves in a thread of this
+process. The contender is what people do by hand: save safetensors, then load them and copy them
+into parameters. Both alternate in the same run. Figures are medians; `blocked` is the time that the
+trainer waits (`distributed` also stores). Then deltas are measured: size and time by share of
+changed elements, or between two versions given by --versions FOLDER FOLDER. With
+`--objects s3://bucket/prefix`, an object store that the environment can reach (moto_server and
+AWS_ENDPOINT_URL) is measured instead of groups and deltas.
 """
 
 from __future__ import annotations
