@@ -3,12 +3,12 @@
     pip download areal==1.0.4 --no-deps -d FOLDER
     python tools/bench/reward.py --peer FOLDER/areal-1.0.4-py3-none-any.whl    # a table, then JSON
 
-Both sides have one worker process, score the same items, and must reach the same total score.
-`trivial` compares two strings. `math` scores answers to numeric problems, half of them right. The
-peer uses math-verify, as in its own recipes. Our built-in reward uses math-verify only if text and
-numbers do not decide. Contenders alternate, and medians are printed. Ours is measured through gRPC,
-from the client to a worker and back. Without --peer, the peer's mechanism is measured: one
-`run_in_executor` on a ProcessPoolExecutor per item.
+Both sides have one worker process and score the same items; the table says if their total scores
+differ. `trivial` compares two strings. `math` scores answers to numeric problems, half of them
+right. The peer uses math-verify, as in its own recipes. Our built-in reward uses math-verify only
+if text and numbers do not decide. Contenders alternate, and medians are printed. Ours is measured
+through gRPC, from the client to a worker and back. Without --peer, the peer's mechanism is
+measured: one `run_in_executor` on a ProcessPoolExecutor per item.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Runs what the learning table still lacks, two at a time, and writes docs/learning.md.
+"""Starts the runs that the learning table lacks, two at a time, and writes docs/learning.md.
 
     python -m tools.learn [ROW ...] [--seeds 0,1,2] [--jobs 2] [--page]
 
 Each run is `areal run` of an example in a folder of its own under runs/learn, with all its
-services. What ended is a line of docs/learning.jsonl and is not run again, unless its recipe,
-settings or overrides have changed. A run that was interrupted resumes from its checkpoint.
+services. A finished run is a line in docs/learning.jsonl. It is not run again unless its recipe,
+settings or overrides have changed. An interrupted run resumes from its checkpoint.
 
 | consumes | waits for | unblocked by |
 |---|---|---|
-| two cores a run | `areal run` | its end, or `LIMIT_S` |
+| two cores per run | `areal run` | its end, or `LIMIT_S` |
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from areal.errors import did_you_mean
 RESULTS = ROOT / "docs" / "learning.jsonl"
 LIMIT_S = 3600.0
 POINTS = 50
-"""Of a curve, each the mean of as many steps."""
+"""Number of points of a curve; each is the mean of equally many steps."""
 
 
 def finished() -> list[dict[str, Any]]:
-    """All runs that ended, also those of older revisions."""
+    """Return all finished runs, including those of earlier revisions."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def current(results: list[dict[str, Any]], row: Row) -> dict[int, dict[str, Any]]:
-    """The runs of a row as it is now, by seed."""
+    """Return the runs of a row's current revision, by seed."""
     revision = row.revision()
     return {r["seed"]: r for r in results if (r["row"], r["revision"]) == (row.name, revision)}
 
 
 def shown(results: list[dict[str, Any]], row: Row) -> dict[int, dict[str, Any]]:
-    """The newest run of each seed: of the row as it is now, or else of an earlier revision."""
+    """Return the newest run of each seed, from the current revision if it has one."""
     return {r["seed"]: r for r in results if r["row"] == row.name} | current(results, row)
 
 
@@ -142,7 +142,7 @@ def main() -> int:
     chosen = [known[name] for name in arguments.rows] or ROWS
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     done = finished()
-    # A seed of all rows before the next seed: a table that was interrupted has a line of each.
+    # One seed of all rows before the next seed, so an interrupted table has every row.
     jobs = [(row, seed) for seed in seeds for row in chosen if seed not in current(done, row)]
     writing, failures = threading.Lock(), []
 

@@ -25,11 +25,11 @@ class Measure:
     before: str = "heldout_before"
     """Subtracted from `after`; empty: nothing is."""
     goal: str = ""
-    """If given, the value is how much of the gap from `before` to it `after` closes."""
+    """If given, the value is the share of the gap from `before` to this result that `after` closes."""
     least: float | None = 0.3
     most: float | None = None
     curve: str = "reward/mean"
-    """Column of metrics.jsonl that is drawn."""
+    """Key of metrics.jsonl whose curve is drawn."""
 
     def __str__(self) -> str:
         """E.g. `heldout_after - heldout_before >= 0.3`."""
@@ -59,19 +59,19 @@ class Row:
     """One line of the table."""
 
     name: str
-    """Letters, digits, dashes: part of a run's name."""
+    """Letters, digits and dashes; it is part of a run's name."""
     title: str
     section: str
     overrides: tuple[str, ...] = ()
     example: str = "arithmetic_grpo"
     measure: Measure = Measure()
     against: str = ""
-    """Name of the row with which this one is compared; empty: none."""
+    """Name of the row that this row is compared with; empty: none."""
     packages: str = ""
     """Folder of PACKAGES that the example imports from; empty: the environment has everything."""
 
     def revision(self) -> str:
-        """Changes with the recipe's code, its settings and the overrides, not with its comments."""
+        """Return a hash of the recipe's code (without comments), its settings and the overrides."""
         recipe = ROOT / "examples" / self.example
         code = code_alone(recipe.with_suffix(".py").read_text())
         settings = repr(yaml.safe_load(recipe.with_suffix(".yaml").read_text()))
@@ -101,7 +101,7 @@ def _algorithm(name: str, title: str, *overrides: str) -> Row:
 
 
 def _staleness(eta: int, *overrides: str, kind: str = "", title: str = "decoupled") -> Row:
-    """At the recipe's rate if `kind` is empty or `plain`, else at half of it."""
+    """The learning rate is the recipe's if `kind` is empty or `plain`, and half of it otherwise."""
     gentle = kind.startswith("half")
     suffix = f"-{kind}" if kind else ""
     overrides = (f"rollout.max_head_offpolicyness={eta}", *(GENTLE if gentle else ()), *overrides)
@@ -129,7 +129,7 @@ def _task(example: str, title: str, measure: Measure, *overrides: str, packages:
 
 AGENTS_SDK = "build/agents-sdk"
 PACKAGES = {AGENTS_SDK: "make test-agents-sdk"}
-"""Folders of packages that the environment does not have, and what fills them."""
+"""Folders of packages that the environment does not have, and the command that fills each."""
 
 FAMILY = "Algorithms"
 ASYNCHRONY = "Asynchrony"
@@ -139,10 +139,10 @@ OFFLINE = "Dataset rows only"
 TASKS = "Other tasks"
 
 GENTLE = ("actor.optimizer.lr=1.5e-4", "total_train_steps=400")
-"""Half the learning rate, twice the steps: the policy moves as far, in smaller steps."""
+"""Half the learning rate and twice the steps: the policy moves equally far, in smaller steps."""
 
 ACCURACY = Measure("heldout_accuracy", before="", least=0.9, curve="train/loss")
-# What follows the question is certain, but for the few sums that no row of training has.
+# The answer follows from the question, except for the few sums that no training row has.
 LOSS = Measure("heldout_loss_after", before="", least=None, most=0.1, curve="train/loss")
 TEACHER = Measure(
     "heldout_loss_after",
@@ -153,7 +153,7 @@ TEACHER = Measure(
 )
 
 SCORE = Measure("score_after", "score_before", least=0.5)
-"""Of the reward model, in nats."""
+"""The score is the reward model's, in nats."""
 STILL = Measure(least=None, most=0.05)
 
 ROWS = [
