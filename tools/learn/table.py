@@ -25,7 +25,7 @@ class Measure:
     before: str = "heldout_before"
     """Subtracted from `after`; empty: nothing is."""
     goal: str = ""
-    """If given, the value is the share of the gap from `before` to this result that `after` closes."""
+    """If given, the value is the share of the gap from `before` to `goal` that `after` closes."""
     least: float | None = 0.3
     most: float | None = None
     curve: str = "reward/mean"
