@@ -1,4 +1,4 @@
-"""What the cases share: models from a shape alone, batches, timing."""
+"""Code that the cases share: models made from a shape, batches, timing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def batch_of(lengths: list[int], vocabulary: int) -> Batch:
 
 
 def timed(run: Callable[[], object], *, rounds: int, warm: int = 1) -> float:
-    """Median seconds of one call, the GPU's work included."""
+    """Return the median seconds of one call, including the GPU's work."""
     for _ in range(warm):
         run()
     seconds = []
@@ -94,6 +94,6 @@ def timed(run: Callable[[], object], *, rounds: int, warm: int = 1) -> float:
 
 
 def wait() -> None:
-    """Until the GPU has done what it was given."""
+    """Wait until the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

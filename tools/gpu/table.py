@@ -1,4 +1,4 @@
-"""Writes the figures of a run into docs/gpu.md: a row per try, "not measured" where none is."""
+"""Writes the figures of a run into docs/gpu.md: a row per try, or "not measured"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Line = dict[str, Any]
 
 
 def read(file: Path) -> list[Line]:
-    """The lines of a run; what was tried twice counts as it was last, miniatures not at all."""
+    """Return the lines of a run: the last of each try, without miniatures."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     last = {_key(line["case"], line["setting"]): line for line in lines if not line["miniature"]}
     return list(last.values())
@@ -31,7 +31,7 @@ def write(lines: list[Line]) -> None:
 
 
 def render(lines: list[Line]) -> str:
-    """The table: every try of every case."""
+    """Return the table: a row for every try of every case."""
     found = {_key(line["case"], line["setting"]): line for line in lines}
     rows = ["| case | setting | figures | peak GiB |", "|---|---|---|--:|"]
     for name in cases.NAMES:

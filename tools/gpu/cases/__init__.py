@@ -1,6 +1,6 @@
-"""One file per question: `settings(miniature)`, what to try; `measure(setting, miniature)`, a try.
+"""One file per case: `settings(miniature)` lists tries, `measure(setting, miniature)` runs one.
 
-A try runs in a process of its own, so that running out of memory, hanging or crashing is a result.
+A try runs in a process of its own, so running out of memory, hanging or crashing is a result.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ NAMES = ("probe", "correct", "attention", "step", "head", "export", "checkpoint"
 
 
 def find(name: str) -> ModuleType:
-    """The case of a name."""
+    """Return the case with this name."""
     return import_module(f"tools.gpu.cases.{name}")

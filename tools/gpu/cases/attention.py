@@ -1,4 +1,4 @@
-"""What does a step cost with each kernel of attention, and does computing prefixes once pay?"""
+"""Cost of a step with each attention kernel, with common prefixes computed once or repeatedly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANSWERS = 8
 
 
 def settings(miniature: bool) -> list[dict[str, Any]]:
-    """Each kernel, with prefixes once and with prefixes again and again."""
+    """Each kernel, with common prefixes computed once and computed for each sequence."""
     tokens = 512 if miniature else 16384
     return [
         {"kernel": kernel, "share": share, "tokens": tokens}
@@ -30,7 +30,7 @@ def settings(miniature: bool) -> list[dict[str, Any]]:
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
-    """Seconds a step and tokens a second of 1.5B's width, 8 layers; or why a kernel is refused."""
+    """Seconds per step and tokens/s with 1.5B's width, 8 layers; or why a kernel is refused."""
     path = make("qwen2.5-1.5b", miniature, layers=8)
     vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
     batch = _groups(setting["tokens"], vocabulary)

@@ -1,4 +1,4 @@
-"""How long does a step wait for a checkpoint that is written in the background."""
+"""How long a step waits for a checkpoint that is written in the background."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from areal.engines.fsdp import FSDPEngine
 
 
 def settings(miniature: bool) -> list[dict[str, Any]]:
-    """One is enough: seconds grow with bytes."""
+    """One shape is enough, because seconds grow with bytes."""
     del miniature
     return [{"shape": "qwen2.5-0.5b"}]
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
-    """Seconds until the call returns, until the file is there, and of a resume."""
+    """Seconds until the call returns, until the file is written, and of a resume."""
     engine = FSDPEngine(
         TrainEngineConfig(
             path=str(make(setting["shape"], miniature)),

@@ -1,4 +1,4 @@
-"""Does the device compute what plain transformers does on a CPU in float64: each family, tiny."""
+"""Whether the device computes what plain transformers computes on a CPU in float64, per family."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LENGTHS = [33, 7, 64, 18]
 
 
 def settings(miniature: bool) -> list[dict[str, Any]]:
-    """Each shape, tiny, in the precision of a GPU run and in float32."""
+    """A tiny model of each shape, in the precision of a GPU run and in float32."""
     shapes = ["qwen2.5-0.5b", "qwen3-8b", "qwen3-30b-a3b"]
     precisions = ["float32"] if miniature else ["bfloat16", "float32"]
     return [{"shape": shape, "dtype": dtype} for shape in shapes for dtype in precisions]
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
-    """Largest and mean difference of logprobs, in nats; of the gradient's norm, as a part of it."""
+    """Largest and mean difference of logprobs, in nats; relative difference of gradient norms."""
     del miniature
     path = make(setting["shape"], miniature=True)
     exact, exact_norm = _plain(path)
@@ -48,7 +48,7 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
 
 
 def _plain(path: Path) -> tuple[torch.Tensor, float]:
-    """Writes random weights into the directory; their logprobs, and the norm of the gradient."""
+    """Write random weights into the directory; return their logprobs and the gradient's norm."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

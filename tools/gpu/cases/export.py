@@ -1,4 +1,4 @@
-"""How long does a step wait for its weights to leave."""
+"""How long a step waits for the export of its weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from areal.engines.fsdp import FSDPEngine
 
 
 def settings(miniature: bool) -> list[dict[str, Any]]:
-    """In the trainer's precision and in the servers'."""
+    """The precision of the trainer, and that of the servers."""
     del miniature
     shapes = ("qwen2.5-0.5b", "qwen2.5-1.5b")
     return [{"shape": shape, "dtype": dtype} for shape in shapes for dtype in (None, "bfloat16")]
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
-    """Seconds and bytes until every tensor lies in host memory; the second of two exports."""
+    """Seconds and bytes until every tensor is in host memory, for the second of two exports."""
     engine = FSDPEngine(
         TrainEngineConfig(
             path=str(make(setting["shape"], miniature)),

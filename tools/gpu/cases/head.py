@@ -1,4 +1,4 @@
-"""What does the language-model head cost: forward and backward, against chunk size."""
+"""Cost of the language-model head, forward and backward, by chunk size."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from areal.engines.model.heads import chosen_logprobs
 
 
 def settings(miniature: bool) -> list[dict[str, Any]]:
-    """Chunks of 1,024 tokens to everything at once."""
+    """From chunks of 1,024 tokens to all tokens at once."""
     tokens = 64 if miniature else 8192
     return [{"tokens": tokens, "chunk": tokens // part} for part in (8, 4, 1)]
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
-    """Milliseconds of forward and backward of 1.5B's head, and the memory above its inputs."""
+    """Milliseconds of forward and backward of 1.5B's head, and its memory without the inputs."""
     config = AutoConfig.from_pretrained(make("qwen2.5-1.5b", miniature, layers=1))
     dtype = torch.float32 if miniature else torch.bfloat16
     hf = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device())

@@ -1,4 +1,4 @@
-"""What is this machine: versions, a matrix product, copies."""
+"""Properties of this machine: versions, speed of a matrix product and of copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MODULES = ("transformers", "flash_attn", "liger_kernel", "peft", "obstore", "sg
 
 
 def settings(miniature: bool) -> list[dict[str, Any]]:
-    """The same at any size."""
+    """What is measured; the same in miniature."""
     del miniature
     return [{"measures": "versions"}, {"measures": "matmul"}, {"measures": "copies"}]
 
@@ -48,7 +48,7 @@ def _matmul(miniature: bool) -> dict[str, Any]:
 
 
 def _copies(miniature: bool) -> dict[str, Any]:
-    """GB/s from the GPU and to it, from memory that is pinned and that is not."""
+    """GB/s from and to the GPU, with pinned and unpinned host memory."""
     count = (1 << 20) if miniature else (1 << 30)
     there = torch.empty(count, dtype=torch.uint8, device=device())
     rates = {}

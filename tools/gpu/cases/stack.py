@@ -1,4 +1,4 @@
-"""Does the whole stack train with the trainer on this GPU; the engine is the CPU's."""
+"""Whether the whole stack trains with the trainer on this GPU and the CPU engine as server."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ RECIPE = Path(__file__).parents[3] / "examples" / "arithmetic_grpo.py"
 
 
 def settings(miniature: bool) -> list[dict[str, Any]]:
-    """Steps; then as many more by a second command, which resumes."""
+    """The number of steps; a second command resumes and trains equally many more."""
     return [{"steps": 2 if miniature else 20}]
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
-    """Reward, seconds a step, and what part of them the trainer waited, after a resume."""
+    """Reward, seconds per step, and the share of time that the trainer waited, after a resume."""
     root, steps = Path(tempfile.mkdtemp(prefix="gpu-stack-")), setting["steps"]
     small = _SMALL if miniature else ()
     for total in (steps, 2 * steps):

@@ -1,4 +1,4 @@
-"""How fast is a training step, beside transformers as its users write one, in the same process."""
+"""Speed of a training step, compared with a typical step of transformers in the same process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 def settings(miniature: bool) -> list[dict[str, Any]]:
-    """Shapes from small to wide; a wide one with fewer layers, so that its states fit one GPU."""
+    """Shapes from small to wide; wide ones have fewer layers, so their states fit into one GPU."""
     tokens = 256 if miniature else 16384
     chosen = [
         {"shape": "qwen2.5-0.5b"},
@@ -32,7 +32,7 @@ def settings(miniature: bool) -> list[dict[str, Any]]:
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
-    """Seconds a step, tokens a second, MFU and ratio; both recompute their layers on a GPU."""
+    """Seconds per step, tokens/s, MFU and ratio; both recompute their layers on a GPU."""
     path = make(setting["shape"], miniature, layers=setting.get("layers", 0))
     config = json.loads((path / "config.json").read_text())
     lengths = lengths_of(setting["tokens"], setting["lengths"])
@@ -91,7 +91,7 @@ def _ours(path: Path, batch: packing.Batch, tokens: int, rounds: int) -> float:
 
 
 def _plain(path: Path, batch: packing.Batch, rounds: int) -> float:
-    """Padded rows, autocast over float32 weights, fused AdamW, layers recomputed."""
+    """A step with padded rows, autocast over float32 weights, fused AdamW and recomputed layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
