@@ -1,125 +1,117 @@
-"""What keeping rollouts costs: steps/s of the demo with them and with `checkpoint.rollouts_gib=0`.
+"""What keeping rollouts costs: steps/s of the demo while it keeps them, and while it does not.
 
-    python tools/bench/kept_rollouts.py [--steps 60] [--repeat 5]
+    python tools/bench/kept_rollouts.py [--steps 700]
 
-The contenders are the same command, `areal run examples/arithmetic_grpo.py` (64 groups of 8 samples
-per step). They take turns, and each round begins with the other contender, so a machine whose speed
-drifts favors neither. The cost is the median over the rounds of `1 - kept / not kept`; it is
-expected to be below 3 %. Medians are printed as a table and as one JSON line.
+One run of examples/arithmetic_grpo.py (64 groups of 8 samples a step) takes turns: it keeps the
+rollouts of BLOCK steps, then none for as many. Runs differ from each other by more than the 3 %
+that keeping may cost, neighboring blocks of one run by less. A block's first step is left out,
+because files of the block before are still written during it. The cost of a pair of blocks is
+`1 - time without / time with`; the median of all pairs and its standard error are printed, and one
+JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "arithmetic_grpo.py"
 
-WARM_UP_STEPS = 10
+BLOCK = 7  # no divisor of checkpoint.freq_steps, so checkpoints fall on both kinds of blocks
 EXPECTED_COST = 0.03
-CONTENDERS = {"kept": [], "not kept": ["checkpoint.rollouts_gib=0"]}
+# Appended to the example. The trainer runs it in its own process; no other service has a writer.
+TURNS = f"""
+from areal.training.rollouts.writer import RolloutWriter
+_keep = RolloutWriter.keep
+def _keep_in_turns(self, groups, *, step, **named):
+    if step // {BLOCK} % 2 == 0 or not groups:
+        _keep(self, groups, step=step, **named)
+RolloutWriter.keep = _keep_in_turns
+"""
 
 
-@dataclass
-class Outcome:
-    """One run."""
-
-    steps_per_s: float
-    cpu_s_per_step: float
-    """CPU of all processes, their start included."""
-    kib_per_step: float
-    """Bytes of its kept rollouts, in KiB."""
-
-
-def run(folder: Path, trial: str, steps: int, overrides: list[str]) -> Outcome:
-    """One `areal run`."""
-    before = os.times()
+def run(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """The rows of one run's metrics.jsonl; they have `kept` besides."""
+    recipe = folder / EXAMPLE.name
+    recipe.write_text(EXAMPLE.read_text() + TURNS)
+    shutil.copy(EXAMPLE.with_suffix(".yaml"), folder)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "areal_launch.cli", "run"),
-            *(str(ROOT / "examples" / "arithmetic_grpo.py"), "--json"),
-            *("experiment_name=kept", f"trial_name={trial}", f"total_train_steps={steps}"),
-            *("heldout_problems=10", *overrides),
+            *(sys.executable, "-m", "areal_launch.cli", "run", str(recipe), "--json"),
+            *("experiment_name=kept", "trial_name=turns", f"total_train_steps={steps}"),
+            "heldout_problems=10",
         ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT / "services"), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         check=False,
     )
-    run_dir = folder / "runs" / "kept" / trial
+    run_dir = folder / "runs" / "kept" / "turns"
     if done.returncode:
         raise SystemExit(f"kept_rollouts: `areal run` failed; see {run_dir}/logs")
-    after = os.times()
-    cpu = sum(after[2:4]) - sum(before[2:4])  # of children that have ended, and of theirs
-    files = [*(run_dir / "rollouts").glob("step-*-rank*.parquet")]
-    expected = 0 if overrides else steps
-    if len(files) != expected:
-        raise SystemExit(f"kept_rollouts: {len(files)} files are kept, expected {expected}")
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    rows: list[dict[str, Any]] = [json.loads(line) for line in lines][WARM_UP_STEPS:]
-    return Outcome(
-        steps_per_s=len(rows) / (rows[-1]["time"] - rows[0]["time"] + rows[0]["time/step"]),
-        cpu_s_per_step=cpu / steps,
-        kib_per_step=sum(file.stat().st_size for file in files) / 1024 / steps,
-    )
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    for row in rows:
+        row["kept"] = (run_dir / "rollouts" / f"step-{row['step']:08}-rank0.parquet").exists()
+        if row["kept"] != (row["step"] // BLOCK % 2 == 0):
+            raise SystemExit(f"kept_rollouts: step {row['step']}: kept is {row['kept']}")
+    return rows
 
 
-def measure(steps: int, repeat: int, folder: Path) -> dict[str, list[Outcome]]:
-    """Alternates the contenders; the first of a round is the second of the next."""
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in CONTENDERS}
-    for number in range(repeat):
-        names = list(CONTENDERS) if number % 2 == 0 else list(CONTENDERS)[::-1]
-        for name in names:
-            trial = f"{name.replace(' ', '-')}-{number}"
-            outcomes[name].append(run(folder, trial, steps, CONTENDERS[name]))
-            print(f"{name:10s} {outcomes[name][-1]}", file=sys.stderr, flush=True)
-    return outcomes
+def block_times(rows: list[dict[str, Any]]) -> list[tuple[bool, float]]:
+    """Whether a block kept its rollouts, its seconds per step; two for warm-up are left out."""
+    times = {row["step"]: row["time"] for row in rows}
+    kept = {row["step"]: row["kept"] for row in rows}
+    starts = range(2 * BLOCK, max(times) - BLOCK + 1, BLOCK)
+    return [
+        (kept[start], (times[start + BLOCK - 1] - times[start]) / (BLOCK - 1)) for start in starts
+    ]
 
 
 def main() -> int:
-    """Prints the table and the JSON line."""
+    """Prints the figures and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=700)
     arguments = parser.parse_args()
-    if arguments.steps <= WARM_UP_STEPS + 1 or arguments.repeat < 1:
-        parser.error(f"--steps: expected above {WARM_UP_STEPS + 1}; --repeat: expected 1 or more")
+    if arguments.steps < 10 * BLOCK:
+        parser.error(f"--steps: expected {10 * BLOCK} or more, got {arguments.steps}")
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = measure(arguments.steps, arguments.repeat, Path(folder))
-    rounds = zip(outcomes["kept"], outcomes["not kept"], strict=True)
-    costs = [1 - kept.steps_per_s / without.steps_per_s for kept, without in rounds]
-    found = {
-        name: {
-            field: round(statistics.median(getattr(each, field) for each in runs), 4)
-            for field in Outcome.__dataclass_fields__
-        }
-        for name, runs in outcomes.items()
-    }
-    print(f"{'':10s} {'steps/s':>8s} {'CPU s a step':>13s} {'KiB a step':>11s}")
-    for name, row in found.items():
-        print(
-            f"{name:10s} {row['steps_per_s']:8.2f} {row['cpu_s_per_step']:13.3f} "
-            f"{row['kib_per_step']:11.0f}"
-        )
+        blocks = block_times(run(Path(folder), arguments.steps))
+    costs = []
+    for (first_kept, first), (_, second) in pairwise(blocks):
+        with_files, without = (first, second) if first_kept else (second, first)
+        costs.append(1 - without / with_files)
     cost = statistics.median(costs)
-    print(f"cost: {cost:.1%} of steps/s (rounds: {', '.join(f'{each:.1%}' for each in costs)})")
+    # Each block is in two pairs, and a median scatters 1.25 times as much as a mean.
+    error = 1.25 * statistics.stdev(costs) / math.sqrt(len(costs) / 2)
+    per_s = {
+        name: 1 / statistics.median(seconds for was_kept, seconds in blocks if was_kept == kept)
+        for name, kept in (("kept", True), ("not kept", False))
+    }
+    for name, value in per_s.items():
+        print(f"{name:10s} {value:.2f} steps/s")
+    print(f"cost: {cost:.1%} of steps/s, standard error {error:.1%}, {len(costs)} pairs")
     print(
         json.dumps(
             {
                 "bench": "kept_rollouts",
                 "cost": round(cost, 4),
-                "costs": [round(each, 4) for each in costs],
+                "error": round(error, 4),
+                "pairs": len(costs),
                 "expected": EXPECTED_COST,
                 "load": round(os.getloadavg()[0], 1),
-                **found,
+                **{name: round(value, 3) for name, value in per_s.items()},
             }
         )
     )

@@ -30,7 +30,7 @@ trained on, zstd; its metadata names the model of the ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,6 +127,10 @@ def table_of(
     ended = [end for group, end in zip(groups, ends, strict=False) for _ in group.trajectories]
     borders = np.cumsum([0, *(len(each.input_ids) for each in trajectories)], dtype=np.int32)
 
+    # One sum for all: a call per trajectory would hold up the train loop's thread.
+    tokens = np.concatenate([*(each.rewards for each in trajectories), np.zeros(1, np.float32)])
+    rewards = np.add.reduceat(tokens, borders[:-1])
+
     def lists(arrays: Sequence[npt.NDArray[Any]]) -> pa.ListArray:
         return pa.ListArray.from_arrays(pa.array(borders), pa.array(np.concatenate(arrays)))
 
@@ -149,7 +153,7 @@ def table_of(
         "cause": pa.array([end[1] for end in ended], pa.string())
         if ended
         else pa.nulls(count, pa.string()),
-        "reward": some(lambda each: each.reward, pa.float32()),
+        "reward": pa.array(rewards, mask=np.diff(borders) == 0),
         "parts": pa.array(
             [
                 [{"name": name, "value": value} for name, value in each.reward_parts.items()]
@@ -159,7 +163,7 @@ def table_of(
         ),
         "finish_reason": some(lambda each: each.finish_reason.value, pa.string()),
         "completion": some(lambda each: each.completion_text, pa.string()),
-        "turns": _turns(trajectories, decode),
+        "turns": _turns(trajectories, borders, decode),
         "input_ids": lists([each.input_ids for each in trajectories]),
         "loss_mask": lists([each.loss_mask for each in trajectories]),
         "logprobs": lists([each.behavior_logprobs for each in trajectories]),
@@ -177,7 +181,9 @@ def table_of(
     return pa.table(columns, metadata={MODEL_KEY: model.encode()})
 
 
-def _turns(trajectories: Sequence[Trajectory], decode: Decode | None) -> pa.Array:
+def _turns(
+    trajectories: Sequence[Trajectory], borders: npt.NDArray[np.int32], decode: Decode | None
+) -> pa.Array:
     """Each trajectory's stretches of given and of sampled tokens, with their texts."""
     import pyarrow as pa
 
@@ -185,28 +191,18 @@ def _turns(trajectories: Sequence[Trajectory], decode: Decode | None) -> pa.Arra
     kind = pa.list_(pa.struct(list(fields.items())))
     if decode is None:
         return pa.nulls(len(trajectories), kind)
-    sampled: list[bool] = []
-    tokens: list[int] = []
-    texts: list[str] = []
-    ends = [0]
-    known: dict[bytes, str] = {}  # all samples of a group have its prompt
-    for each in trajectories:
-        size = len(each.input_ids)
-        changes = np.flatnonzero(np.diff(each.loss_mask)) + 1
-        for start, end in pairwise([0, *changes.tolist(), size] if size else []):
-            ids = each.input_ids[start:end]
-            sampled.append(bool(each.loss_mask[start]))
-            tokens.append(end - start)
-            if sampled[-1]:
-                texts.append(decode(ids.tolist()))
-                continue
-            key = ids.tobytes()
-            if key not in known:
-                known[key] = decode(ids.tolist())
-            texts.append(known[key])
-        ends.append(len(tokens))
-    arrays = [
-        pa.array(v, k) for v, k in zip((sampled, tokens, texts), fields.values(), strict=True)
+    mask = np.concatenate([each.loss_mask for each in trajectories])
+    changes = np.flatnonzero(np.diff(mask)) + 1
+    starts = np.union1d(borders[:-1][np.diff(borders) > 0], changes)
+    tokens = np.diff(starts, append=len(mask))
+    ids = np.concatenate([each.input_ids for each in trajectories]).tolist()
+    text = cache(decode)  # a group's samples share their prompt, and short answers repeat
+    texts = [
+        text(tuple(ids[start : start + size]))
+        for start, size in zip(starts.tolist(), tokens.tolist(), strict=True)
     ]
+    columns = [mask[starts], tokens, texts]
+    arrays = [pa.array(v, k) for v, k in zip(columns, fields.values(), strict=True)]
     values = pa.StructArray.from_arrays(arrays, names=list(fields))
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)
+    offsets = np.searchsorted(starts, borders)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)

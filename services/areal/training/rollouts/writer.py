@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 BEHIND = 4
 PATIENCE_S = 60.0
 _FILES = "step-*.parquet"
+# Columns whose values repeat within a file. A dictionary for each column would take more time.
+_REPEATED = ["step", "incarnation", "task_id", "outcome", "cause", "finish_reason"]
 # Sizes are looked up whenever this rank has written such a part of what may be kept.
 _CHECKS = 64
 
@@ -192,7 +194,9 @@ class RolloutWriter:
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with temporary.open("wb") as file:
-                with parquet.ParquetWriter(file, first.schema, compression="zstd") as writer:
+                with parquet.ParquetWriter(
+                    file, first.schema, compression="zstd", use_dictionary=_REPEATED
+                ) as writer:
                     writer.write_table(first)
                     for table in tables:
                         writer.write_table(table)
