@@ -51,7 +51,7 @@ class _Observer:
 async def measure(url: str, pid: int, interval: int, options: argparse.Namespace) -> list[float]:
     """CPU microseconds per token: client's, server's."""
     # The client asks this function how to stream.
-    sglang.stream_interval = lambda tokens: interval  # type: ignore[attr-defined]
+    sglang.stream_interval = lambda tokens, live: interval  # type: ignore[attr-defined]
 
     async def report(where: str, cause: str) -> None:
         raise AssertionError(cause)
