@@ -21,7 +21,7 @@ class MemoryGauge:
         self.limit_bytes = limit_bytes
         """What the ledger may hold now."""
         self.ledger_bytes = 0
-        """What it held at the sample: bodies, groups, journals, stack traces and records."""
+        """What it held at the sample: bodies, groups, journals, tracebacks and records."""
         self.redis_bytes = 0
         """What Redis used then, everybody's data together."""
         self._asked_bytes = limit_bytes

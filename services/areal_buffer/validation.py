@@ -228,5 +228,5 @@ def line(text: str) -> str:
 
 
 def traceback_text(text: str) -> str:
-    """Returns a bounded stack trace; keeps its end, which says most."""
+    """Returns a bounded traceback; keeps its end, which says most."""
     return text[-_MAX_TRACEBACK_CHARS:]

@@ -80,16 +80,18 @@ Config = Annotated[
 ]
 Run = Annotated[
     Path | None,
-    typer.Option("--run", help="Run folder; default: the newest running one in ./runs."),
+    typer.Option("--run", help="Run folder; default: that of the newest active run in ./runs."),
 ]
-_NEWEST = "default: the newest running one in ./runs, or else the newest."
+_NEWEST = (
+    "default: that of the newest active run in ./runs or, if none is active, of the newest run."
+)
 AnyRun = Annotated[Path | None, typer.Option("--run", help=f"Run folder; {_NEWEST}")]
 RolloutsOf = Annotated[
     str,
     typer.Option(
         "--run",
-        help="Run folder, or the copies in an object store, s3://bucket/prefix-rollouts; "
-        f"{_NEWEST}",
+        help="Run folder, or the URL of a run's kept rollouts in an object store, "
+        f"s3://bucket/prefix-rollouts; {_NEWEST}",
     ),
 ]
 AcceptChanges = Annotated[

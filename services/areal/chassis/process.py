@@ -1,4 +1,4 @@
-"""Process settings: its name, its limit of open files, and the protection of its memory."""
+"""Process settings: its name, its limit on open files, and the protection of its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENOUGH = 1_048_576
 
 
 def open_files() -> int:
-    """Raises the limit of open files (often 1,024) as far as the system allows; returns it."""
+    """Raises the limit on open files (often 1,024) as far as the system allows; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _ENOUGH if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -29,7 +29,8 @@ def show(
     """Prints the groups of a step, or the trajectories of a task; returns the exit code.
 
     Args:
-        run: The run folder, or the URL of the copies in an object store; "": the newest run.
+        run: The run folder, or the URL of a run's kept rollouts in an object store; "":
+            the newest active run or, if none is active, the newest run.
         task_id: A task; "": all groups of a step.
         step: None: the newest step.
         discarded: Groups that were not trained on, instead of those that were.
