@@ -70,7 +70,7 @@ class RolloutConfig:
 
     @classmethod
     def from_experiment(cls, experiment: GRPOConfig) -> RolloutConfig:
-        """Reads `rollout`, `model` and `endpoints`, and the name that the launcher gave.
+        """Reads `rollout`, `model`, `gconfig` and `endpoints`, and the name from the launcher.
 
         Raises:
             ConfigError: A service that every worker needs has no address.

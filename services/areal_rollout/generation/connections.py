@@ -129,7 +129,7 @@ class Connections:
                 "a free connection",
                 on=f"this worker's {self._most} running requests",
                 since=since,
-                hint="more rollout replicas, or a higher limit of open files (ulimit -n)",
+                hint="more rollout replicas, or a higher limit on open files (ulimit -n)",
             ) from None
 
     def free(self) -> None:

@@ -95,8 +95,8 @@ class BufferWorker(Role):
 
         Raises:
             LeaseLost: The task was re-leased or has ended; drop the work.
-            InvalidInput: The group is malformed, too large, or holds a token sampled below the
-                lease's version; return the task.
+            InvalidInput: The group is malformed, too large, or has a token from a version
+                older than the lease requires; return the task.
             CapacityExceeded: Memory is near its limit; keep the lease and try again later.
         """
 
