@@ -229,7 +229,8 @@ class Trajectory:
     input_ids: npt.NDArray[np.int32]
     """Token ids of the prompt, the answers, and the context between them."""
     loss_mask: npt.NDArray[np.bool_]
-    """True on tokens that the policy sampled, False on all others."""
+    """True on the sampled tokens that this trajectory trains on, False on all others: prompts, tool
+    results, and answers that another trajectory of the same session trains on."""
     behavior_logprobs: npt.NDArray[np.float32]
     """Logprob of each token under the weights that sampled it; 0 where `loss_mask` is False."""
     token_versions: npt.NDArray[np.int32]
@@ -239,7 +240,7 @@ class Trajectory:
     finish_reason: StopReason = StopReason.STOP
     """Why the last answer ended."""
     completion_text: str = ""
-    """The answer as text, for display."""
+    """Text for display: the last answer, unless the workflow passes another text."""
     images: tuple[bytes, ...] = ()
     """Contents of the prompt's image files, in order; each image is one token of `input_ids`. All
     trajectories of a group have the same images."""
@@ -264,7 +265,7 @@ class Trajectory:
 
 @dataclass
 class TrajectoryGroup:
-    """The `n_samples` trajectories of one task: the queue's unit."""
+    """The trajectories of one task, usually `n_samples` of them: the queue's unit."""
 
     task_id: str
     trajectories: list[Trajectory]

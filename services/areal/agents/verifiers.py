@@ -59,10 +59,11 @@ def verifiers_rows(python: str, taskset: dict[str, Any], count: int) -> list[dic
 
 
 class VerifiersWorkflow(RolloutWorkflow):
-    """Runs an environment of the `verifiers` package: `gconfig.n_samples` episodes for each row.
+    """Runs an environment of the `verifiers` package.
 
-    The package's own program, EnvServer, runs the episodes and calls the model being trained. An
-    episode has one or more traces; each is the record of one agent. A trace of an agent that the
+    Each row gets `gconfig.n_samples` of the package's own episodes. The package's program,
+    EnvServer, runs these episodes and calls the model being trained. An episode of the package has
+    one or more traces; each trace is the record of one agent. A trace of an agent that the
     environment marks as trainable becomes trajectories with the trace's reward. Their
     `reward_parts` are the values of the environment's reward functions before weighting.
 
@@ -82,7 +83,7 @@ class VerifiersWorkflow(RolloutWorkflow):
         timeout_s: float = 600.0,
         template: dict[str, Any] | None = None,
     ) -> None:
-        """Checks the arguments; episodes connect to the server later.
+        """Checks the arguments; `arun_episode` connects to the server later.
 
         Args:
             server: Address of EnvServer, `tcp://HOST:PORT`.
@@ -91,7 +92,7 @@ class VerifiersWorkflow(RolloutWorkflow):
             tokenizer: Name or folder of the model's tokenizer on EnvServer's machine. If given,
                 EnvServer itself turns messages into token ids, with the package `renderers`, and
                 its traces have ids and logprobs. None: AReaL applies the model's chat template.
-            timeout_s: Time limit of an episode, in seconds.
+            timeout_s: Time limit of each of the package's episodes, in seconds.
             template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
@@ -108,7 +109,7 @@ class VerifiersWorkflow(RolloutWorkflow):
         self.template = template or {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """Returns one group: the trajectories of `n_samples` concurrent episodes."""
+        """Returns one group: the trajectories of `n_samples` runs of the environment."""
 
         async def generate(request: LLMRequest) -> list[LLMResponse]:
             return await engine.agenerate_group(request)

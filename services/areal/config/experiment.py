@@ -117,7 +117,8 @@ class GRPOConfig(BaseExperimentConfig):
     ref: RefConfig | None = None
     """A frozen reference model for the KL term (`FSDPPPOActor(config.ref)`); null turns it off."""
     critic: CriticConfig | None = None
-    """A value model (`FSDPPPOCritic(config.critic)`); `algorithm: ppo` sets it. null: none."""
+    """A value model (`FSDPPPOCritic(config.critic)`); `algorithm: ppo` sets it. If it is null,
+    there is no critic."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)

@@ -168,8 +168,8 @@ class CheckpointConfig:
     the published versions, one more than this number is kept."""
     rollouts_gib: Annotated[float, Ge(0)] = 4.0
     """How many GiB of groups to keep in the run folder for `areal show` and `areal export`; the
-    oldest steps are deleted first. 0: none. If `weight_sync.path` is in an object store, the groups
-    are also copied to that path with `-rollouts` added."""
+    oldest steps are deleted first. 0: no groups are kept. If `weight_sync.path` is in an object
+    store, the groups are also copied to that path with `-rollouts` added."""
 
 
 @dataclass
@@ -250,8 +250,8 @@ class EndpointsConfig:
     sandbox: str = ""
     """host:port of SandboxService."""
     sandbox_http: str = ""
-    """http://host:port of the sandbox service's E2B-compatible API. Empty: none; if `areal run`
-    starts the service, it chooses a free port."""
+    """http://host:port of the sandbox service's E2B-compatible API. If empty, the API is
+    not served; but if `areal run` starts the service, it chooses a free port for the API."""
     inference: list[str] = field(default_factory=list)
     """Where to find inference servers: any number of http://HOST:PORT, dns://NAME:PORT (each
     address of the name is a server) and kubernetes://NAMESPACE/SERVICE[:PORT] (an empty NAMESPACE

@@ -55,9 +55,10 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0
     """Final learning rate as a fraction of `lr`, for `linear` and `cosine`."""
     warmup_steps_proportion: Annotated[float, Ge(0), Le(1)] = 0.05
-    """Fraction of all optimizer steps that are used for a linear warm-up (none if the number of
-    steps is unknown). Without a warm-up, asynchronous training gets worse at first: Adam's first
-    updates have full size, and the first few all come from samples of one version."""
+    """Fraction of all optimizer steps that are used for a linear warm-up; there is no warm-up if
+    the number of steps is unknown. Without a warm-up, asynchronous training gets worse at first:
+    Adam's first updates have full size, and the first few updates all train on samples of the same
+    policy version."""
     gradient_clipping: Annotated[float, Ge(0)] = 1.0
     """Gradients are scaled down to this global norm if theirs is larger; 0 turns clipping off."""
     max_skipped_steps: Annotated[int, Gt(0)] = field(default=3, metadata=_NOT_A_KEY)
@@ -137,8 +138,9 @@ class EngineConfig:
     kernels: Kernels = field(default="eager", metadata=_NOT_A_KEY)
     """What computes a layer's norms, rotary embeddings and gates."""
     offload: bool = False
-    """Keep the weights in host memory, together with gradients and optimizer state if there are
-    any. Each layer is copied to the GPU while it computes; the optimizer runs on the CPU."""
+    """Keep the weights in host memory; each layer is copied to the GPU while it computes. For a
+    model that is trained, the gradients and the optimizer state are in host memory, too, and the
+    optimizer runs on the CPU."""
     layout: str = field(default="", metadata=_NOT_A_KEY)
     """How ranks share model and batch, as in `allocation_mode` (`d8t2`); empty: a share of the
     batch and of the weights for each."""

@@ -80,7 +80,7 @@ class PPOActor:
             batch: needs rewards; with kl_ctl also reference_logprobs; with a critic also values.
 
         Raises:
-            InvalidInput: a key that the configuration needs is missing.
+            InvalidInput: the batch lacks a key that the `actor` section or the critic requires.
         """
         config, mask, cu_seqlens = self.config, batch["loss_mask"], batch["cu_seqlens"]
         packing.check_batch(batch)

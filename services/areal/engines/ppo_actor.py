@@ -133,7 +133,7 @@ class FSDPPPOActor:
                 both are float32 [T].
 
         Raises:
-            InvalidInput: A key that the configuration needs is missing.
+            InvalidInput: The batch lacks a key that the `actor` section or the critic requires.
         """
         self._ppo.compute_advantages(batch)
         advantages = batch["advantages"]

@@ -161,7 +161,7 @@ def make_trajectory(
             user's reply, a tool's result) are context and have no loss.
         reward: One number for the whole trajectory, placed on the last sampled token; or one number
             per response, each placed on that response's last token.
-        completion_text: The answer as text, for display; may be empty.
+        completion_text: Text for display, such as the last answer; may be empty.
 
     Returns:
         A trajectory whose length L is the length of the last prompt plus that of the last output.

@@ -23,12 +23,12 @@ from areal.workflows.tool_calls import ToolCalls
 
 
 class ToolWorkflow(RolloutWorkflow):
-    """Samples `gconfig.n_samples` conversations per row in which the model may call tools.
+    """Samples `gconfig.n_samples` conversations per row; in each, the model may call tools.
 
-    A conversation ends with the first answer without a tool call, or after `max_turns` answers. Its
-    reward is that of the last answer. The tool calls of one answer run concurrently. The loss
-    covers only the tokens that the model sampled, not the tools' results. If a call has wrong
-    arguments or raises an error, the model reads the error.
+    A conversation ends with the first answer without a tool call, after `max_turns` answers, or
+    when the context is full. Its reward is that of the last answer. The tool calls of one answer
+    run concurrently. The loss covers only the tokens that the model sampled, not the tools'
+    results. If a call has wrong arguments or raises an error, the model reads the error.
 
     Example:
         >>> def multiply(a: int, b: int) -> int:
