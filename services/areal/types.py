@@ -148,7 +148,7 @@ class LLMResponse:
 
 
 class Score(float):
-    """A reward that knows its parts.
+    """A reward together with its parts.
 
     Example:
         >>> Score(1.1, {"correct": 1.0, "short": 0.5}).parts["correct"]

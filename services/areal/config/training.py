@@ -97,7 +97,7 @@ class MicroBatchSpec:
     max_tokens_per_mb: Annotated[int, Gt(0)] = 10240
     """Token budget of a micro-batch. A longer sequence is a micro-batch on its own."""
     n_mbs: Annotated[int, Gt(0)] = field(default=1, metadata=_NOT_A_KEY)
-    """Smallest number of micro-batches."""
+    """Minimum number of micro-batches."""
 
 
 @dataclass
@@ -117,24 +117,24 @@ class EngineConfig:
         field(default="auto", metadata=_NOT_A_KEY)
     )
     """`packed` (bucketed SDPA, any device and model), `varlen` (torch's flash attention on a GPU),
-    `flash_attention_2` and `3` (their packages), or `auto`: a flash kernel that is there and
+    `flash_attention_2` and `3` (their packages), or `auto`: a flash kernel that is installed and
     computes what the model needs, else `packed`."""
     share_prefixes: bool | None = field(default=None, metadata=_NOT_A_KEY)
-    """Compute the common prefix of a group's sequences once (exact); null: with `packed` attention.
-    Whether it pays with the kernels of a GPU has not been measured."""
+    """Compute the common prefix of a group's sequences once (exact); null: only with `packed`
+    attention. Whether this is faster with the kernels of a GPU has not been measured."""
     logits_chunk_elements: Annotated[int, Gt(0)] = field(default=1 << 26, metadata=_NOT_A_KEY)
-    """Largest logits tensor (tokens x vocabulary) that is materialized at once: 256 MiB in
-    float32, above which larger ones are not faster."""
+    """Maximum size of a logits tensor (tokens x vocabulary) that is materialized at once. The
+    default is 256 MiB in float32; larger tensors are not faster."""
     fsdp_at_world_size_1: bool = field(default=False, metadata=_NOT_A_KEY)
     """Wrap with fully_shard although there is nothing to shard."""
     distributed_timeout_seconds: Annotated[float, Gt(0)] = field(default=600.0, metadata=_NOT_A_KEY)
-    """Deadline of every collective: 5 times `rollout.setup_timeout_s`, for rank 0 publishes while
-    the others wait in one."""
+    """Deadline of every collective: 5 times `rollout.setup_timeout_s`, because rank 0 publishes
+    while the other ranks wait in a collective."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec, metadata=_NOT_A_KEY)
     """Micro-batches."""
     scalar: bool = field(default=False, metadata=_NOT_A_KEY)
-    """The model says one number of a token instead of a distribution: a critic, a reward model. Its
-    head starts at 0 unless `path` has one."""
+    """The model outputs one number per token instead of a distribution, as a critic or a reward
+    model does. Its head starts at 0 unless `path` has one."""
     kernels: Kernels = field(default="eager", metadata=_NOT_A_KEY)
     """What computes a layer's norms, rotary embeddings and gates."""
     offload: bool = False
@@ -142,8 +142,8 @@ class EngineConfig:
     model that is trained, the gradients and the optimizer state are in host memory, too, and the
     optimizer runs on the CPU."""
     layout: str = field(default="", metadata=_NOT_A_KEY)
-    """How ranks share model and batch, as in `allocation_mode` (`d8t2`); empty: a share of the
-    batch and of the weights for each."""
+    """How ranks share model and batch, as in `allocation_mode` (`d8t2`). Empty: each rank has a
+    share of the batch and of the weights."""
 
 
 @dataclass
