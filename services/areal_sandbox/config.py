@@ -56,7 +56,7 @@ def check_secrets(config: SandboxConfig) -> None:
     """Refuses to run programs that could read the service's secrets.
 
     Raises:
-        ConfigError: They could; names the file, and the ways out.
+        ConfigError: They could. The message names the file, and says what to change.
     """
     if config.isolation == "namespaces" or hides_files():
         return

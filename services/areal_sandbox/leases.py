@@ -5,9 +5,9 @@
                   └── refill                v                     v or its box died
                                          commands              destroyed with all in it
 
-A box is lent once: what a lease left behind is never seen by the next. Whoever knows a lease's id
-shares its files and processes, so an agent may hand its box to a verifier. Commands without a
-lease get a box each for as long as they run.
+A box is lent once, so no lease sees what an earlier one left behind. All clients that have a
+lease's id share its files and processes, so an agent may hand its box to a verifier. Without a
+lease, each command gets a box for as long as it runs.
 
 | who      | consumes               | waits for                      | unblocked by               |
 |----------|------------------------|--------------------------------|----------------------------|
