@@ -35,7 +35,7 @@ class ModelConfig:
     """The model that training starts from, which is policy version 0."""
 
     path: str = ""
-    """A Hugging Face model directory; a relative path starts at the working directory.
+    """A Hugging Face model directory; a relative path is resolved against the working directory.
     `areal run` also accepts `org/name[@revision]` on the Hub and `s3://bucket/folder` (gs://,
     az://), and downloads the model into `models/` first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
