@@ -20,7 +20,7 @@ _HEAD = """\
 
 This page shows how much the examples learn in minutes. Each run is `areal run` of an example on two
 CPU cores, with one trainer. All services run too, unless the example trains only on dataset rows.
-The command and the number of inference servers of each run are listed below its table.
+Below each table are the command and the number of inference servers of each run.
 
 `make learn` starts the missing runs, two at a time, and resumes interrupted ones. Then it generates
 this page from docs/learning.jsonl, which also has the commit of each run; do not edit the page. The
