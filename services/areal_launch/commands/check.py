@@ -1,4 +1,4 @@
-"""`areal check`: one row through a recipe with a fake policy; exit code 1 when something fails."""
+"""`areal check`: runs a row through a recipe with a fake policy; exit code 1 if a stage fails."""
 
 from __future__ import annotations
 

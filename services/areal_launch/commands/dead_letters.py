@@ -102,7 +102,7 @@ def as_row(letter: DeadLetter) -> dict[str, Any]:
 def retry_dead_letters(
     run: Path | None, task_ids: list[str], *, as_json: bool, endpoint: str = ""
 ) -> int:
-    """Queues dead letters (none named: all) again."""
+    """Queues dead letters again: the named ones or, if none is named, all."""
     done = _ask(run, endpoint, lambda admin: admin.retry_dead_letters(task_ids))
     return _report("retried", "queued again", done, task_ids, as_json=as_json)
 

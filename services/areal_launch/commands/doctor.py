@@ -19,7 +19,7 @@ def examine(
 ) -> int:
     """Prints what a run needs and whether it is there; returns the exit code.
 
-    `recipe`: may be the directory of a model, which is then examined alone.
+    `recipe`: a recipe, or the directory of a model; then only the model is examined.
     """
     if recipe is not None and recipe.is_dir():
         return _report(examine_model(recipe), as_json=as_json)

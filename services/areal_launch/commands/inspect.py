@@ -145,7 +145,7 @@ def stop_stack(run: Path | None) -> int:
     """Asks the launcher to end the stack; after a deadline, kills every process of the stack.
 
     Raises:
-        WaitTimeout: A process survived even that.
+        WaitTimeout: A process survived the kill.
     """
     folder = find_run(run)
     stack = folder.read_stack()

@@ -41,7 +41,7 @@ _TIMES = ("generation_s", "queued_s", "episode_s", "score_s")
 
 
 class Messages:
-    """Turns of tokens as messages with roles, by the chat template of their model."""
+    """Converts turns of tokens into messages with roles, by the model's chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Finds how the template begins and ends a message of each role."""
@@ -110,7 +110,7 @@ def _said(text: str) -> dict[str, Any]:
 
 
 def _cut(tokenizer: Tokenizer, messages: list[dict[str, Any]], at: str) -> tuple[str, str]:
-    """What the template writes before and after a text."""
+    """Returns what the template writes before and after a text."""
     if not messages:
         return "", ""
     head, found, tail = tokenizer.render_chat(messages, add_generation_prompt=False).rpartition(at)
@@ -120,13 +120,13 @@ def _cut(tokenizer: Tokenizer, messages: list[dict[str, Any]], at: str) -> tuple
 
 
 def write_log(path: Path, folder: RolloutFolder, steps: list[int], batches: Iterable[int]) -> int:
-    """Writes what was finished in some steps, trained on or not; returns the number of samples.
+    """Writes the samples of some steps, trained on or not, and returns their number.
 
     Args:
         path: The new file.
         folder: The run's rollouts.
-        steps: Which steps.
-        batches: The same, one after the other as they are written.
+        steps: The steps to write.
+        batches: Yields the same steps, one at a time (for a progress bar).
     """
     messages = Messages(folder.tokenizer())
     model = folder.model_name()

@@ -33,7 +33,7 @@ def show(
             the newest active run or, if none is active, the newest run.
         task_id: A task; "": all groups of a step.
         step: None: the newest step.
-        discarded: Groups that were not trained on, instead of those that were.
+        discarded: Print the groups that were not trained on, instead of those that were.
         as_json: Print JSON.
 
     Raises:
@@ -220,7 +220,7 @@ def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -
     Raises:
         NotFound: The run does not exist, or nothing was kept for those steps.
         TransportError: The object store does not answer, or refuses.
-        InvalidInput: The file exists, or its suffix is none that is known.
+        InvalidInput: The file exists, or its suffix is unknown.
     """
     suffixes = (".json",) if kind == "inspect" else _SUFFIXES
     if to.suffix not in suffixes:
