@@ -33,8 +33,8 @@ rows of the tables are defined in [tools/learn/table.py](../tools/learn/table.py
   create the model, and the number of runs that took at most 600 s. The seconds of an interrupted
   run are those since its last start; seed 0 of reasoning-gym is such a run.
 - **load**: the machine's load average, over one minute at the start and over 15 minutes at the end.
-  Above about 4, other work ran at the same time. The seconds are then an upper bound and cannot be
-  compared.
+  If the load was above about 4, other work ran at the same time; the seconds are then an upper
+  bound and cannot be compared.
 - **seeds marked `*`**: the run used an earlier revision of the recipe or its settings; `make learn`
   runs it again.
 
