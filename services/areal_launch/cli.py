@@ -258,7 +258,7 @@ def check(
 
     The rows and the workflow come from the recipe's own main, which runs up to
     its first batch. The exit code is 1 if a stage fails. `areal run` on this
-    machine does this check first.
+    machine runs this check first.
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.check import check as check_recipe
@@ -322,7 +322,7 @@ def status(run: Run = None, json: Json = False) -> int:
 def token(run: Run = None) -> int:
     """Print the token of a running stack: for the dashboard, curl, or grpcurl.
 
-    The other commands read it themselves.
+    Other areal commands find the token by themselves.
     """
     from areal_launch.commands.inspect import show_token
 
@@ -421,7 +421,7 @@ def export(
         typer.Option(
             "--as",
             help="rows: all trajectories; sft: rows for SFT; preferences: pairs for DPO; "
-            "inspect: a log for inspect_ai, which also has samples that were not trained on.",
+            "inspect: a log for inspect_ai that also has samples that were not trained on.",
         ),
     ] = ExportAs.ROWS,
     first: Annotated[

@@ -68,7 +68,7 @@ Apply = Callable[[Converted, Any], None]
 
 @dataclass(frozen=True)
 class Rule:
-    """How to convert one of AReaL's keys, or a section, if that is more than another name."""
+    """How to convert one of AReaL's keys, or a section, that needs more than a new name."""
 
     says: str
     """Text for a person who converts by hand."""

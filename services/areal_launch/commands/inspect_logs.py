@@ -60,7 +60,7 @@ class Messages:
             try:
                 _, opens = _cut(tokenizer, before, "BEFORE")
                 head, tail = _cut(tokenizer, [*before, {"role": role, "content": _MARK}], _MARK)
-            except InvalidInput:  # the template has no place for it
+            except InvalidInput:  # the template leaves this role out
                 continue
             head = head.rpartition("BEFORE")[2].removeprefix(opens) if before else head
             if head.strip():
@@ -100,7 +100,7 @@ class Messages:
             content = text.strip().removesuffix(self._tails.get(role, "")).strip()
             for special in self._special if role == "user" else ():
                 content = content.replace(special, "").strip()
-            if content and role != "assistant":  # its head alone stands before what was sampled
+            if content and role != "assistant":  # the sampled text follows only its head
                 found.append({"role": role, "content": content})
         return found
 

@@ -56,7 +56,7 @@ class Follower:
         """Asks the cluster in a thread and returns its answer, or `last` while there is none.
 
         Raises:
-            WaitTimeout: The cluster has not answered for `silence_s`, or the call raised it.
+            WaitTimeout: The cluster has not answered for `silence_s`, or `question` raised it.
         """
         try:
             answer = await asyncio.to_thread(question)

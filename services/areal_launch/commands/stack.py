@@ -346,7 +346,7 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
     limit = resolved.config.rollout.setup_timeout_s + 30.0
     limit += PREPARE_TIMEOUT_S if resolved.prepare else 0.0
     heard, _, _ = select.select([reading], [], [], limit)
-    # The word is written at once; a process that has ended left nothing.
+    # "ready" or the reason arrives in one write. A process that ended without either sends nothing.
     answer = os.read(reading, 1 << 16).decode(errors="replace").strip() if heard else ""
     os.close(reading)
     if answer != "ready":
