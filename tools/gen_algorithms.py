@@ -25,15 +25,15 @@ takes precedence, and `config.yaml` in the run folder shows the result. In the f
   policy that sampled the token;
 - r = π/π_proximal is the ratio of a token, l is the loss of a token, and sg(x) is x without
   gradient;
-- "normalized" means that the mean is subtracted, and the result divided by the standard
+- "normalized" means that the mean is subtracted, and the result is divided by the standard
   deviation + 1e-5.
 
 Each preset uses decoupled PPO: the ratio is relative to π_proximal, and a token's loss is weighted
 by π_proximal/π_behavior; `actor.prox_logp_method` can change both. Unless the table says otherwise,
 the loss is a mean over the tokens of the whole batch, no matter how the batch is split into
-micro-batches and among ranks. With one minibatch (`actor.ppo_n_minibatches`), r is 1, so PPO's clip
-and SAPO's gate have no effect. The presets then differ only in the advantage, in how the loss is
-averaged, and in the weight.
+micro-batches and among ranks. With one minibatch (`actor.ppo_n_minibatches=1`), r is 1, so PPO's
+clip and SAPO's gate have no effect. The presets then differ only in the advantage, in how the loss
+is averaged, and in the weight π_proximal/π_behavior.
 """
 
 
@@ -93,7 +93,7 @@ CHECKS = [
             "reference_losses::losses_when_named_as_in_trl",
             "penalties::losses_when_checked_numerically",
         ),
-        "Also works with decoupled PPO (AReaL refuses it).",
+        "SAPO also works with decoupled PPO here (AReaL refuses this combination).",
     ),
     Check(
         "M2PO's choice of tokens",
@@ -114,7 +114,8 @@ CHECKS = [
         "masked and truncated behavior weights, of tokens and of sequences",
         "verl",
         ("reference_losses::behavior_weight",),
-        "A sequence's weight is the product of its tokens' weights (AReaL: their geometric mean).",
+        "A sequence's weight is the product of its tokens' weights (in AReaL, their geometric "
+        "mean).",
     ),
     Check(
         "proximal logprobs recomputed at the start of the update (`recompute`, `unweighted`)",
@@ -125,8 +126,8 @@ CHECKS = [
         "loglinear proximal logprobs",
         "AReaL",
         ("reference_goldens::loglinear",),
-        "The proximal policy has the weights at the start of the update (in AReaL's trainer: "
-        "those of the previous version).",
+        "The proximal policy has the weights at the start of the update (in AReaL's trainer, it "
+        "has those of the previous version).",
     ),
     Check(
         "KL estimates k1, k2, k3",
@@ -160,9 +161,9 @@ CHECKS = [
         "advantages of GRPO, RLOO, REINFORCE++ and REINFORCE++-baseline",
         "verl, AReaL",
         ("reference_goldens::group_advantages", "reference_goldens::advantages"),
-        "The advantage of a group of one is 0, or its reward if no group mean is subtracted "
-        "(verl's GRPO keeps the reward). The standard deviation is that of the raw rewards (AReaL: "
-        "around the value that is subtracted from the rewards).",
+        "In a group of one, the advantage is 0, or the reward if no group mean is subtracted "
+        "(verl's GRPO keeps the reward). The standard deviation is that of the raw rewards (AReaL "
+        "computes it around the value that is subtracted from the rewards).",
     ),
     Check(
         "the advantages of each `algorithm` in the table above, including Dr. GRPO, REINFORCE, "
@@ -179,7 +180,7 @@ CHECKS = [
         "`actor.adv_norm=batch/batch`",
         "AReaL, verl",
         ("reference_goldens::advantages", "reference_goldens::group_advantages"),
-        "1e-5 is added to the standard deviation (verl: 1e-8 to the variance).",
+        "1e-5 is added to the standard deviation (verl adds 1e-8 to the variance).",
     ),
     Check(
         "DAPO's overlong penalty",
@@ -199,7 +200,7 @@ CHECKS = [
         "AReaL and verl. TRL 1.16 has no critic.",
     ),
     Check(
-        "SFT on chats of several turns",
+        "SFT on multi-turn chats",
         "transformers in float64",
         ("sft::loss_when_of_chats",),
         "The mean is over all assistant tokens in the batch of all ranks, not over chats.",
@@ -223,14 +224,14 @@ CHECKS = [
 ]
 
 TAIL = """\
-Leave-one-out (`actor.reward_norm=leave1out/...`) exists only for groups. Over a batch it would
-multiply all advantages by n / (n - 1), which only scales the learning rate. The same holds within
-groups of equal size: RLOO's advantage is Dr. GRPO's times n / (n - 1).
+Leave-one-out (`actor.reward_norm=leave1out/...`) exists only for groups. Over a batch of n samples,
+it would multiply all advantages by n / (n - 1), which only scales the learning rate. In groups of
+equal size n, it also does no more than that: RLOO's advantage is Dr. GRPO's times n / (n - 1).
 
 With `rollout.dynamic_sampling`, the rollout worker rejects a training group if all its samples have
-the same reward. The ledger counts the task as rejected, and the trainer submits other rows in its
-place. The metric `areal_rollout_episodes_total{outcome="equal_rewards"}` counts these groups. The
-overlong penalty is applied later, in the trainer, and does not affect this decision.
+the same reward. The ledger counts the task as rejected, and the trainer submits another row to
+replace it. The metric `areal_rollout_episodes_total{outcome="equal_rewards"}` counts rejected
+groups. The overlong penalty does not affect the rejection, because the trainer applies it later.
 """
 
 

@@ -37,7 +37,7 @@ These types appear in signatures:
 |---|---|
 | `Batch` | a [packed batch](#the-packed-batch) |
 | `Tensor`, `Future` | `torch.Tensor`, `concurrent.futures.Future` |
-| `Tokenizer` | `areal.tokenizer.Tokenizer`; a workflow uses `engine.tokenizer` |
+| `Tokenizer` | `areal.tokenizer.Tokenizer`; a workflow has one as `engine.tokenizer` |
 | `Message` | a chat message: `{"role": "user", "content": "..."}` |
 | `ChatRenderer` | `areal.workflows.rendering.ChatRenderer`: turns messages into token ids |
 | `Reply` | an answer with the attributes `text`, `tool_calls` and `message` (a chat message) |
@@ -46,7 +46,7 @@ These types appear in signatures:
 | `Score` | a `float` whose attribute `parts` is a dict of the reward's parts before weighting |
 | `StopReason` | why an answer ended: `"stop"`, `"length"`, `"abort"` or `"tool_calls"` |
 | `RowLoader` | a `StatefulLoader`, or another iterator of (epoch, index, row) that has `seek` |
-| `Unit` | an example for `OfflineTrainer`: one sequence, or a chosen and a rejected one |
+| `Unit` | an example for `OfflineTrainer`: a sequence, or a pair of chosen and rejected sequences |
 | `LossFn` | (logprobs [T], entropies [T], micro-batch) -> (sum over loss tokens, statistics) |
 | `LossWeightFn` | micro-batch -> the amount that this micro-batch adds to the divisor of the loss |
 | `Head` | `areal.engines.model.heads.Head`: computes the inputs of a loss from hidden states |

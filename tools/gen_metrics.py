@@ -44,16 +44,16 @@ tokens that the policy sampled (the loss mask). If a step has several minibatche
 over them, weighted by tokens, unless the table says otherwise. All ranks have the same figures;
 rank 0 writes the file. `actor.ppo_update` returns its figures under the same names. A line has only
 the keys that the recipe produces. Releases up to 0.2 used other keys (`reward_mean`, `approx_kl`,
-`step_seconds`, …). These are renamed when the run resumes, and wherever they are shown.
+`step_seconds`, …). Old keys are renamed when the run resumes, and wherever metrics are shown.
 """
 
 TRACKERS = """\
 ## Experiment trackers
 
-`tracker=NAME` also sends each line to an experiment tracker. Install the extra of the same name
+`tracker=NAME` also sends each line to an experiment tracker. Install the pip extra of the same name
 where the trainer runs, for example with `pip install 'areal-services[wandb]'`. The tracker's
-project (MLflow: experiment) is `experiment_name`, and its run is `trial_name`. A trial that resumes
-continues the tracker's run.
+project (in MLflow, its experiment) is `experiment_name`, and its run is `trial_name`. A trial that
+resumes continues the tracker's run.
 
 | `tracker` | package | where its data goes |
 |---|---|---|
@@ -77,8 +77,8 @@ and metrics.jsonl has all steps.
 
 `trainer.json` in the run folder contains the results of
 `rollout.evaluate(rows, workflow, name=NAME)` and `session.record(NAME, value)`, each under its
-NAME. `evaluations` lists all evaluations with their steps. `measured_at_step` contains, for each
-result, the step whose policy was measured.
+NAME. The key `evaluations` lists all evaluations with their steps. The key `measured_at_step`
+contains, for each result, the step whose policy was measured.
 
 ## Services: /metrics
 
@@ -211,13 +211,14 @@ def page() -> str:
     parts.append(
         "### Every service\n\n`areal_SERVICE` stands for `areal_buffer`, `areal_weight_sync` and "
         "so on. The gateway has no\n`_rpc_seconds`. The CPU engine has only "
-        "`_oldest_wait_seconds`. All other services also export the\nusual `process_*` metrics."
+        "`_oldest_wait_seconds`. All services except the CPU\nengine also export the usual "
+        "`process_*` metrics."
         "\n\n" + service_table(common).replace("areal_service_", "areal_SERVICE_")
     )
     parts += [f"### {name}\n\n{service_table(exported(make))}" for name, make in SERVICES.items()]
     parts.append(
-        "### areal_inference\n\nThe CPU engine uses SGLang's name if SGLang has the metric.\n\n"
-        + service_table(of_the_cpu_engine())
+        "### areal_inference\n\nIf SGLang has the same metric, the CPU engine uses SGLang's "
+        "name for it.\n\n" + service_table(of_the_cpu_engine())
     )
     return "\n\n".join(parts) + "\n"
 

@@ -157,23 +157,24 @@ def render(rows: list[Row]) -> str:
         "",
         "This page lists every causal language model that transformers "
         f"{transformers.__version__} provides",
-        "(`AutoModelForCausalLM`). If a tiny version of a model can be made, it was tried with "
-        "large random",
-        "weights. The trainer packs sequences end to end and computes common prefixes once. The "
-        "test compares",
-        "its results with those of plain eager transformers, which gets each sequence alone. "
-        "**Correct** means",
-        f"that in float32 every logprob differs by at most {LOGPROB_TOLERANCE:g} nats, and the "
-        f"gradient by at most {GRADIENT_TOLERANCE:g}",
-        "of its norm.",
+        "(`AutoModelForCausalLM`). If a tiny version of a model can be made, that version was "
+        "tested with",
+        "large random weights. The trainer packs sequences end to end and computes common prefixes "
+        "once. The",
+        "test compares the trainer's results with those of plain eager transformers, which gets "
+        "one sequence",
+        "at a time.",
+        "**Correct** means that in float32, every logprob differs by at most "
+        f"{LOGPROB_TOLERANCE:g} nats, and the gradient",
+        f"by at most {GRADIENT_TOLERANCE:g} of its norm.",
         "",
-        "Whatever this table says, each run repeats the comparison with its own weights before it "
-        "trains. For a",
-        "big model, it compares only the first layers. If the results differ, the run stops with a "
-        "one-line",
-        "error. So a new architecture, a model with custom code, or another version of "
+        "Whatever this page says, each run repeats the comparison with its own weights before it "
+        "trains. If the",
+        "model is big, the run compares only the first layers. If the results differ, the run "
+        "stops with a",
+        "one-line error. So a new architecture, custom model code, or a different version of "
         "transformers cannot",
-        "train incorrectly without an error. `areal doctor FOLDER` makes the same comparison "
+        "silently make training incorrect. `areal doctor FOLDER` makes the same comparison "
         "without a run.",
         "",
         f"## Correct ({count(RIGHT)})",
@@ -199,7 +200,7 @@ def render(rows: list[Row]) -> str:
         "",
         f"## Refused ({count(REFUSED)})",
         "",
-        "A run with one of these models stops at its start and prints the reason. "
+        "A run with one of these models stops at the start and prints the reason. "
         "Lengths in the table are those of the tiny test models.",
         "",
         *table(REFUSED, notes="why"),

@@ -54,9 +54,9 @@ class SecurityConfig:
     token, `areal run`, `areal up` and `areal serve` create one at each start, and a service that
     you start yourself requires none."""
     tls_dir: str = ""
-    """Folder of PEM files for mutual TLS on gRPC. `tls.crt` and `tls.key` are the certificate,
-    which must cover the host names in `endpoints`, and its key. `ca.crt` contains the authorities
-    that signed the certificates of all peers."""
+    """Folder of PEM files for mutual TLS on gRPC. `tls.crt` is the certificate, which must cover
+    the host names in `endpoints`, and `tls.key` is its private key. `ca.crt` contains the
+    authorities that signed the certificates of all peers."""
     allow_insecure_bind: bool = False
     """Allow a service without a token to listen on an address that other machines can reach."""
 

@@ -26,7 +26,7 @@ class BufferMetrics:
         self._taken = gauge("last_taken_step", "Newest step whose batch was taken.")
         self._committed = gauge("last_committed_step", "Newest step that a checkpoint contains.")
         self._headroom = gauge(
-            "admission_headroom_groups", "Groups that admission still allows to start."
+            "admission_headroom_groups", "Groups that may start before admission blocks more."
         )
         self._regenerated = gauge(
             "regenerated_groups", "Groups generated again because they were too stale."

@@ -89,7 +89,7 @@ class _Snapshot:
             ("sglang:prompt_tokens", "Prompt tokens received.", stats.prompt_tokens),
             (
                 "sglang:cached_tokens",
-                "Prompt tokens copied from another request instead of being computed.",
+                "Prompt tokens taken from another request's KV cache instead of being computed.",
                 stats.cached_tokens,
             ),
             ("sglang:generation_tokens", "Tokens generated.", stats.generation_tokens),

@@ -11,7 +11,7 @@ class RewardMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.items = Counter(
             "areal_reward_items",
-            "Items by outcome: reward, or the kind of failure: function, timeout, crash, invalid.",
+            "Items by outcome: reward, or a failure (function, timeout, crash, invalid).",
             ["outcome"],
             registry=registry,
         )

@@ -15,7 +15,7 @@ class RolloutMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._episodes = Counter(
             "areal_rollout_episodes",
-            "Ended episodes, by outcome: completed, rejected, equal_rewards, workflow_error, "
+            "Episodes that ended, by outcome: completed, rejected, equal_rewards, workflow_error, "
             "infrastructure, drain, lost.",
             ["outcome"],
             registry=registry,
@@ -47,7 +47,7 @@ class RolloutMetrics:
         self._interruptions = Counter(
             "areal_rollout_interruptions",
             "Interrupted requests, by kind: abort (update or drain), failure (of a server), "
-            "busy (its queue was full).",
+            "busy (the server's queue was full).",
             ["kind"],
             registry=registry,
         )
@@ -84,12 +84,13 @@ class RolloutMetrics:
         )
         self._training_known = Gauge(
             "areal_rollout_training_known",
-            "1: the trainer reports its step times; 0: only generation is known.",
+            "1 if the trainer reports its step times, otherwise 0.",
             registry=registry,
         )
         self._recommended = Gauge(
             "areal_rollout_recommended_inference_servers",
-            "Number of servers for which generation takes 0.85 of the training time; 0: unknown.",
+            "Number of servers with which generation takes 0.85 of the training time; 0 if "
+            "unknown.",
             registry=registry,
         )
         self._idle = Counter(

@@ -9,7 +9,7 @@ class SandboxMetrics:
     """All metrics of the service."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.leases = Gauge("areal_sandbox_leases", "Boxes that are lent now.", registry=registry)
+        self.leases = Gauge("areal_sandbox_leases", "Boxes that are leased now.", registry=registry)
         self.warm = Gauge(
             "areal_sandbox_warm", "Started boxes that are ready to be lent.", registry=registry
         )
@@ -22,7 +22,7 @@ class SandboxMetrics:
         self.commands = Counter(
             "areal_sandbox_commands",
             "Commands that ended, by cause: a limit (time, memory, processes, output, cpu), killed "
-            "(with their box), none (they ended by themselves).",
+            "(with their box), none (they ended on their own).",
             ["cause"],
             registry=registry,
         )

@@ -24,19 +24,19 @@ _GAUGES = {
     "time/step": ("areal_trainer_step_seconds", "Wall time of the last step."),
     "time/wait": (
         "areal_trainer_wait_seconds",
-        "Time of the last step spent waiting for its batch.",
+        "Time that the last step spent waiting for its batch.",
     ),
     "time/train": (
         "areal_trainer_train_seconds",
-        "Time of the last step spent updating the policy.",
+        "Time that the last step spent updating the policy.",
     ),
     "time/publish": (
         "areal_trainer_publish_seconds",
-        "Time of the last step spent waiting for the export of its weights.",
+        "Time that the last step spent waiting for the export of its weights.",
     ),
     "time/confirm": (
         "areal_trainer_confirm_seconds",
-        "Time of the last step spent waiting for a server to confirm the previous version.",
+        "Time that the last step spent waiting for a server to confirm the previous version.",
     ),
     "train/loss": ("areal_trainer_loss_value", "Loss of the last step."),
     "train/tokens_per_second": (
@@ -58,7 +58,7 @@ _GAUGES = {
     ),
     "time/optimizer": (
         "areal_trainer_optimizer_seconds",
-        "Time of gradient clipping and optimizer in the last step.",
+        "Time of gradient clipping and the optimizer in the last step.",
     ),
     "train/grad_norm": (
         "areal_trainer_grad_norm_value",

@@ -25,7 +25,7 @@ class WeightSyncMetrics(Collector):
         self.coordinator: Coordinator | None = None
         self._seconds = Histogram(
             "areal_weight_sync_update_seconds",
-            "Time to update a serving server, from pause to continue.",
+            "Time to update a serving server, from pausing its requests to continuing them.",
             registry=registry,
             buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
         )
@@ -69,12 +69,12 @@ class WeightSyncMetrics(Collector):
         status = self.coordinator.status()
         yield GaugeMetricFamily(
             "areal_weight_sync_current_version",
-            "Current policy version; -1 before the first.",
+            "Current policy version; -1 before the first version.",
             value=status.current_version,
         )
         yield GaugeMetricFamily(
             "areal_weight_sync_confirmed_version",
-            "Highest policy version that a server has confirmed; -1 before the first.",
+            "Highest policy version that a server has confirmed; -1 if none has.",
             value=status.confirmed_version,
         )
         yield GaugeMetricFamily(

@@ -53,7 +53,7 @@ class BaseExperimentConfig:
     seed: int = 0
     """Seed of all random numbers in the trainer."""
     run_root: str = "runs"
-    """The run's folder is run_root/experiment_name/trial_name."""
+    """Folder that contains the run folders, run_root/experiment_name/trial_name."""
     allocation_mode: str = "sglang:d2+fsdp:d1"
     """The inference servers and the layout of trainer ranks. In `sglang:d2t4`, `d` is the number of
     servers and `t` the tensor parallelism of each. In `fsdp:d8s4`, there are 8 data-parallel ranks,
@@ -71,10 +71,10 @@ class BaseExperimentConfig:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: Literal["none", "wandb", "tensorboard", "trackio", "mlflow"] = "none"
-    """Where the metrics of each step go in addition to metrics.jsonl. `wandb` runs offline without
-    a key in WANDB_API_KEY or ~/.netrc (`wandb sync` uploads its data later). `tensorboard` writes
-    to the run folder, and so does `mlflow` unless MLFLOW_TRACKING_URI names a server. Each tracker
-    needs the extra of the same name."""
+    """Where the metrics of each step go in addition to metrics.jsonl. Without a key in
+    WANDB_API_KEY or ~/.netrc, `wandb` runs offline (`wandb sync` uploads its data later).
+    `tensorboard` writes to the run folder, and so does `mlflow` unless MLFLOW_TRACKING_URI names a
+    server. Each tracker needs the pip extra of the same name."""
     stack: StackConfig = field(default_factory=StackConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

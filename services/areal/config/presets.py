@@ -54,16 +54,17 @@ PRESETS: dict[str, Preset] = {
         "A = Σ_k λ^k δ_k, normalized over the batch's tokens; δ = (token reward) + V_next - V",
         _grpo(reward_norm=None, adv_norm="batch/batch", gae_lambda=0.95),
         critic={},
-        note="Needs a recipe with a critic (`FSDPPPOCritic`), such as examples/ppo_critic.py. V is "
-        "the critic's value of a token. The critic's loss is half the squared error, averaged over "
-        "tokens. New values are clipped to within 0.2 of the values at the start of the update.",
+        note="The recipe must create a critic (`FSDPPPOCritic`), as examples/ppo_critic.py does. V "
+        "is the critic's value of a token. The critic's loss is half the squared error, averaged "
+        "over tokens. New values are clipped to within 0.2 of the values at the start of the "
+        "update.",
     ),
     "dr_grpo": Preset(
         "Dr. GRPO",
         "2503.20783",
         "A = R - mean(group); a sequence's loss = (sum over its tokens) / max_new_tokens",
         _grpo(reward_norm="group/none", loss_aggregation="constant"),
-        note="Does not divide by the standard deviation or by the response's length.",
+        note="There is no division by the standard deviation or by the response's length.",
     ),
     "rloo": Preset(
         "RLOO",

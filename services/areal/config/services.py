@@ -36,8 +36,8 @@ class ModelConfig:
 
     path: str = ""
     """A Hugging Face model directory; a relative path is resolved against the working directory.
-    `areal run` also accepts `org/name[@revision]` on the Hub and `s3://bucket/folder` (gs://,
-    az://), and downloads the model into `models/` first."""
+    `areal run` also accepts `org/name[@revision]` on the Hub, or a `s3://bucket/folder` (gs://,
+    az://). It downloads such a model into `models/` first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the inference servers and of published weights: `float32`, `bfloat16`, or `auto`
     (bfloat16 on GPUs, the checkpoint's dtype on CPUs)."""
@@ -53,7 +53,7 @@ class DatasetConfig:
     """A .jsonl or .parquet file, a folder of them, `hf://org/name[/config][@revision]`, or a name
     that the recipe understands."""
     batch_size: Annotated[int, Ge(1)] = 64
-    """Groups per train step (B). Without servers: rows per train step."""
+    """Number of groups per train step (B), or of rows per train step without servers."""
 
 
 @dataclass
@@ -63,25 +63,26 @@ class RolloutConfig:
     max_concurrent_rollouts: Annotated[int, Ge(1)] = 256
     """Maximum number of groups that run at once, across all rollout workers."""
     max_head_offpolicyness: Annotated[int, Ge(0)] = 2
-    """The staleness bound (eta), in policy versions. 0: generation and training take turns."""
+    """The staleness bound (eta), in policy versions. With 0, generation and
+    training take turns."""
     lease_ttl_s: Annotated[float, Gt(0)] = 30.0
-    """A rollout worker that has not renewed its leases for this long, in seconds, loses them."""
+    """A rollout worker that has not renewed its leases for this many seconds loses them."""
     setup_timeout_s: Annotated[float, Gt(0)] = 120.0
     """Deadline, in seconds, for everything that loads the model: the start of the whole stack, the
     start of the first inference server, and a server's update to a new version. A generation
     request also waits this long for a server with a recent enough version."""
     request_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Deadline, in seconds, for one generation request, including interruptions. An episode may
-    take 4 times this long. The trainer waits 3 times this long for a batch, then exits with an
+    take 4 times as long. The trainer waits 3 times as long for a batch, then exits with an
     error that names the cause."""
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     """The run stops if more than this share of its last 64 tasks failed because of an error in the
     recipe. It also stops if all of its first tasks (one batch, but at least 16 and at most 64)
-    failed with the same error in the recipe. 1: the run never stops for these reasons."""
+    failed with the same error in the recipe. With 1, the run never stops for these reasons."""
     dynamic_sampling: bool = False
     """Reject a training group if all its samples have the same reward, because such a group
-    teaches nothing. `prepare_batch` takes another row in its place (DAPO). With `rollout_batch`,
-    the batch gets smaller."""
+    teaches nothing. `prepare_batch` then submits one more row (DAPO). With `rollout_batch`, the
+    batch gets smaller."""
 
     @property
     def batch_timeout_s(self) -> float:
@@ -101,8 +102,8 @@ class RewardConfig:
     """Address space, in MiB, that a worker may add after loading its recipe. Each of its child
     processes may add as much."""
     isolation: Literal["process", "sandbox"] = "process"
-    """`process`: a worker has limits on time and memory. `sandbox`: it also runs in a box
-    (bubblewrap), where it has no network, no files except Python and its packages, and no view of
+    """`process`: a worker has limits on time and memory. `sandbox`: the worker also runs in a box
+    (bubblewrap). There it has no network, no files except Python and its packages, and no view of
     other processes. If user namespaces are not allowed, the service does not start."""
 
 
@@ -111,12 +112,12 @@ class SandboxConfig:
     """The sandbox service, which lends boxes for untrusted code."""
 
     boxes: Annotated[int, Ge(0)] = 0
-    """How many boxes each sandbox service may lend at a time. 0: `areal run` does not start the
-    service."""
+    """How many boxes each sandbox service may lend at a time. With 0, `areal run` does not start
+    the service."""
     isolation: Literal["namespaces", "rlimits"] = "namespaces"
     """`namespaces`: bubblewrap. If the machine does not allow user namespaces, the service does not
     start. `rlimits`: resource limits, a filter of system calls, and Landlock if the kernel has it.
-    These do not protect against malicious code (docs/isolation.md)."""
+    `rlimits` does not protect against malicious code (docs/isolation.md)."""
 
 
 @dataclass
@@ -136,22 +137,22 @@ class WeightSyncConfig:
     """How servers get new weights. `disk`: from safetensors on a volume that all servers mount.
     `stream`: the trainer uploads the weights once to weight-sync's store, and the servers download
     them; no shared volume is needed. If one of these two fails, the other is tried. `distributed`:
-    the trainer broadcasts the weights to the serving servers (gloo; NCCL on GPUs). It also stores
-    them as with `disk`, for new servers and for servers that the broadcast did not reach."""
+    the trainer broadcasts the weights to the serving servers (gloo; NCCL on GPUs). It also writes
+    them as `disk` does, for new servers and for servers that the broadcast did not reach."""
     encoding: Literal["full", "delta"] = "full"
     """What the trainer writes or uploads. `full`: all weights. `delta`: only the changes, unless
-    they take half the size of all weights or more. Servers that have the previous version read the
+    they are at least half as large as all weights. Servers that have the previous version read the
     changes; other servers read all weights."""
     interrupt: Literal["in_place", "retract", "abort"] = "in_place"
     """What an update does to running requests. `in_place`: they pause. `retract`: they pause, and
     their KV cache is computed again. `abort`: they end, and workers continue them with a new
     request."""
     max_unavailable: Annotated[int, Ge(0)] = 0
-    """How many serving servers are updated at once; the others serve until it is their turn. 0: all
-    of them, which is right if an update takes milliseconds (`in_place`)."""
+    """How many serving servers are updated at once; the others serve until it is their turn. 0
+    means all at once, which is right if an update takes milliseconds (`in_place`)."""
     path: str = ""
-    """Folder of the published versions, or s3://bucket/prefix (gs://, az://), where the `disk`
-    transport uploads them and servers download them. Empty: `weights/` in the run folder."""
+    """Folder of the published versions, or s3://bucket/prefix (gs://, az://): the `disk` transport
+    uploads versions there, and servers download them. Empty means `weights/` in the run folder."""
     probe_interval_s: Annotated[float, Gt(0)] = 1.0
     """Seconds between health probes of a server; set a longer time for thousands of servers."""
 
@@ -161,15 +162,15 @@ class CheckpointConfig:
     """When the trainer saves, and what it keeps."""
 
     freq_steps: Annotated[int, Ge(0)] = 20
-    """Number of steps between checkpoints. Each checkpoint commits its steps in the ledger. 0: a
-    checkpoint only at the end."""
+    """Number of steps between checkpoints. Each checkpoint commits the steps since the previous one
+    in the ledger. With 0, there is only one checkpoint, at the end."""
     keep: Annotated[int, Ge(1)] = 2
-    """Number of newest checkpoints to keep. The checkpoint with the best evaluation is kept too. Of
-    the published versions, one more than this number is kept."""
+    """How many of the newest checkpoints to keep. The checkpoint with the best evaluation is kept
+    too. The number of published versions that are kept is one higher."""
     rollouts_gib: Annotated[float, Ge(0)] = 4.0
     """How many GiB of groups to keep in the run folder for `areal show` and `areal export`; the
-    oldest steps are deleted first. 0: no groups are kept. If `weight_sync.path` is in an object
-    store, the groups are also copied to that path with `-rollouts` added."""
+    oldest steps are deleted first. With 0, no groups are kept. If `weight_sync.path` is in an
+    object store, the groups are also copied to that path with `-rollouts` added."""
 
 
 @dataclass
@@ -189,10 +190,10 @@ class KubernetesConfig:
     """The release that `areal run --on kubernetes` installs or upgrades."""
 
     context: str = ""
-    """Context of the kubeconfig; empty: the current context. The command prints the context before
-    it installs anything, and uses this context throughout."""
+    """Context of the kubeconfig; empty means the current context. The command prints the context
+    before it installs anything, and uses the same context throughout."""
     namespace: str = ""
-    """Namespace of the release; empty: the namespace of the context."""
+    """Namespace of the release; empty means the namespace of the context."""
     chart: str = "charts/areal"
     """The Helm chart: a folder, or a reference that helm accepts."""
     values: list[str] = field(default_factory=list)
@@ -207,20 +208,21 @@ class StackConfig:
     """Number of rollout service processes."""
     inference_command: str = ""
     """Command that starts an inference server, e.g. `/opt/sglang/bin/python -m
-    sglang.launch_server`; model, address and limits are added as SGLang's flags. Empty: the SGLang
-    that `make sglang-gpu` installed, if there is one and `stack.gpus_per_node` is above 0;
+    sglang.launch_server`; model, address and limits are added as SGLang's flags. Empty means the
+    SGLang that `make sglang-gpu` installed, if there is one and `stack.gpus_per_node` is above 0;
     otherwise the CPU engine."""
     inference_max_running: Annotated[int, Ge(1)] = 256
     """Maximum number of requests that each inference server decodes at once."""
     max_restarts: Annotated[int, Ge(0)] = 5
-    """How often a process may restart within ten minutes; one more failure ends the run."""
+    """How many times a process may restart within ten minutes; one more failure ends the run."""
     gpus_per_node: Annotated[int, Ge(0)] = 0
-    """GPUs of each node; inference servers and trainer ranks do not share GPUs. 0: none."""
+    """Number of GPUs on each node. Inference servers and trainer ranks do not share GPUs."""
     gateway_port: Annotated[int, Ge(0)] = 0
-    """Port of the gateway and its dashboard. 0: a free port; a trial that runs again takes the same
-    port if it is still free."""
+    """Port of the gateway and its dashboard. With 0, a free port is chosen; a trial that runs
+    again takes the same port if it is still free."""
     ranks_per_node: Annotated[int, Ge(0)] = 0
-    """Trainer ranks on one node; 0: one for each GPU, or all ranks if the node has no GPU."""
+    """Number of trainer ranks on each node. 0 means one for each GPU, or all ranks on one node if
+    nodes have no GPUs."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
@@ -250,10 +252,10 @@ class EndpointsConfig:
     sandbox: str = ""
     """host:port of SandboxService."""
     sandbox_http: str = ""
-    """http://host:port of the sandbox service's E2B-compatible API. If empty, the API is
-    not served; but if `areal run` starts the service, it chooses a free port for the API."""
+    """http://host:port of the sandbox service's E2B-compatible API. If empty, `areal run` chooses a
+    free port for the API, and a service that you start yourself does not serve the API."""
     inference: list[str] = field(default_factory=list)
-    """Where to find inference servers: any number of http://HOST:PORT, dns://NAME:PORT (each
-    address of the name is a server) and kubernetes://NAMESPACE/SERVICE[:PORT] (an empty NAMESPACE
-    is the pod's own). Empty: servers register with weight-sync, as those that `areal run` starts
-    do."""
+    """Where to find inference servers. Each entry is http://HOST:PORT, dns://NAME:PORT (each
+    address of the name is a server) or kubernetes://NAMESPACE/SERVICE[:PORT] (an empty NAMESPACE
+    is the pod's own). If the list is empty, servers register with weight-sync; servers that
+    `areal run` starts do so."""

@@ -60,7 +60,7 @@ class OptimizerConfig:
     Adam's first updates have full size, and the first few updates all train on samples of the same
     policy version."""
     gradient_clipping: Annotated[float, Ge(0)] = 1.0
-    """Gradients are scaled down to this global norm if theirs is larger; 0 turns clipping off."""
+    """Gradients are scaled down to this global norm if their norm is larger; 0 turns this off."""
     max_skipped_steps: Annotated[int, Gt(0)] = field(default=3, metadata=_NOT_A_KEY)
     """A step whose gradient is not finite is skipped; this many in a row end the run. One or two
     can be an unlucky batch; a policy that is NaN never recovers."""
@@ -156,8 +156,8 @@ class LoraConfig:
     alpha: Annotated[int, Gt(0)] = 32
     """The product B A is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=list)
-    """Linear layers of the language decoder by the last part of their names, such as q_proj; empty:
-    all of them."""
+    """Which linear layers of the language decoder get adapters, by the last part of their names,
+    such as q_proj; an empty list means all of them."""
 
 
 @dataclass
@@ -172,14 +172,15 @@ class TrainEngineConfig(EngineConfig):
     """How a batch is split into micro-batches, whose gradients are added up."""
     gradient_checkpointing: bool | Checkpointing | None = None
     """What the backward pass recomputes instead of keeping it in memory. `none` or false: nothing.
-    `selective`: everything except matrix products and attention (less than half the memory, nearly
-    the same speed). `full` or true: each layer from its input (a third more operations). `offload`:
-    the same, with the inputs in host memory. null: on a GPU, the first of these that fits according
-    to the estimate of `areal doctor` (`full` if there is no estimate); on a CPU, `none`."""
+    `selective`: everything except matrix products and attention, which takes less than half the
+    memory at nearly the same speed. `full` or true: each layer from its input, which takes a third
+    more operations. `offload`: as with `full`, but the inputs are in host memory. null means
+    `none` on a CPU. On a GPU, it means the first of these that fits according to the estimate of
+    `areal doctor`, or `full` if there is no estimate."""
     kernels: Kernels = "eager"
     """How a layer's norms, rotary embeddings and gates are computed: `eager` (one operation after
     another), `compile` (torch.compile for each layer; the first steps take minutes) or `liger` (the
-    package liger-kernel; needs a GPU). None of them has been measured on a GPU yet."""
+    package liger-kernel; needs a GPU). None of the three has been measured on a GPU yet."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """AdamW and its learning-rate schedule; null for a model that is not trained."""
     largest_micro_batch: int = field(default=0, metadata=_NOT_A_KEY)
@@ -188,7 +189,7 @@ class TrainEngineConfig(EngineConfig):
     reference: RefConfig | None = field(default=None, metadata=_NOT_A_KEY)
     """The frozen model on the same ranks, for the same estimate: the experiment's `ref`."""
     lora: LoraConfig | None = None
-    """Train adapters instead of the whole model; use about ten times the learning rate.
+    """Train adapters instead of the whole model, with about ten times the learning rate.
     `actor.lora={}` uses the defaults; null trains the whole model. With an empty `ref.path`, the
     reference is the actor without its adapters."""
 
@@ -202,14 +203,14 @@ class RefConfig(EngineConfig):
     """
 
     path: str = ""
-    """Hugging Face model directory; empty: `model.path`."""
+    """Hugging Face model directory; empty means `model.path`."""
     optimizer: ClassVar[None] = None
     lora: ClassVar[None] = None
 
 
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """Decoupled PPO. `algorithm` sets the keys for GRPO, RLOO, ...; you can override each key."""
+    """Decoupled PPO. `algorithm` sets keys for GRPO, RLOO and others; you can override each key."""
 
     ppo_n_minibatches: Annotated[int, Gt(0)] = 1
     """Number of minibatches per batch, with one optimizer step for each."""
@@ -218,15 +219,15 @@ class PPOActorConfig(TrainEngineConfig):
     ratio of each token, `gspo` that of each sequence. `cispo` uses the clipped ratio as a weight
     without gradient. `sapo` uses a soft gate on the ratio instead of a clip."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How the loss of tokens is averaged over the minibatch of all ranks. `token_mean`: the mean
+    """How the losses of tokens are averaged over the minibatch of all ranks. `token_mean`: the mean
     over tokens. `sequence_mean`: the mean over sequences, where a sequence's loss is the mean over
     its tokens. `constant`: the mean over sequences, where a sequence's loss is the sum over its
-    tokens divided by `gconfig.max_new_tokens`. Then a token's weight does not depend on the
-    sequence's length (Dr. GRPO)."""
+    tokens divided by `gconfig.max_new_tokens`. With `constant`, a token's weight does not depend on
+    the sequence's length (Dr. GRPO)."""
     eps_clip: Annotated[float, Gt(0), Le(1)] = 0.2
     """The ratio is clipped from below at 1 - eps_clip; 1 turns this off."""
     eps_clip_higher: Annotated[float | None, Gt(0)] = None
-    """The ratio is clipped from above at 1 + eps_clip_higher; null: use `eps_clip`."""
+    """The ratio is clipped from above at 1 + eps_clip_higher; null uses the value of `eps_clip`."""
     c_clip: Annotated[float | None, Gt(1)] = None
     """Dual clip, above 1: for a negative advantage, the loss is at most c_clip * |advantage|. null
     turns it off."""
@@ -234,20 +235,22 @@ class PPOActorConfig(TrainEngineConfig):
     """The policy that the ratio is relative to, and whether tokens are weighted. `recompute`: the
     policy at the start of the update (proximal policy). Each token has a weight, exp(proximal
     logprob - behavior logprob), which corrects for the policy's change since the token was sampled
-    (decoupled PPO). `loglinear`: the same, but with proximal logprobs interpolated by token version
-    instead of an extra forward pass. `unweighted`: the policy at the start of the update, without
-    weights. `behavior`: the policy that sampled the token, without weights (plain PPO)."""
+    (decoupled PPO). `loglinear`: the same, but proximal logprobs are interpolated by token version
+    instead of computed in an extra forward pass. `unweighted`: the policy at the start of the
+    update, without weights. `behavior`: the policy that sampled the token, without weights (plain
+    PPO)."""
     behavior_weight_cap: Annotated[float | None, Gt(0)] = 5.0
     """Cap on the weight exp(proximal - behavior); `behavior_weight_mode` says what happens to a
-    larger weight. null: no cap."""
+    larger weight. null removes the cap."""
     behavior_weight_mode: BehaviorWeightMode = "token_truncate"
     """What happens to a weight above the cap. `token_truncate`: the token gets the cap as its
     weight. `token_mask`: the token is left out of the loss. `sequence_truncate`, `sequence_mask`:
-    the same with one weight for all tokens of a sequence, the product of its tokens' weights.
+    the same, but all tokens of a sequence have one weight, the product of their weights.
     `second_moment`: tokens are left out, starting with those whose probability changed most, until
-    the mean squared log weight of the others is below the cap (M2PO); this takes an extra forward
-    pass. AReaL's default is `token_mask`. But a wrong token above the cap has just become likely,
-    and leaving it out removes the gradient that would make it unlikely again."""
+    the mean squared log weight of the rest is below the cap (M2PO). This mode takes an extra
+    forward pass. AReaL's default is `token_mask`. Ours is not, because a wrong token above the cap
+    has just become likely, and leaving it out removes the gradient that would make it unlikely
+    again."""
     reward_bias: float = field(default=0.0, metadata=_NOT_A_KEY)
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0
@@ -255,8 +258,8 @@ class PPOActorConfig(TrainEngineConfig):
     reward_clip: Annotated[float, Gt(0)] = 20.0
     """After scaling, a sequence's reward is clipped to [-reward_clip, reward_clip]."""
     overlong_tokens: Annotated[int, Ge(0)] = 0
-    """A penalty on long sequences is subtracted from the reward (DAPO). It grows linearly from 0 to
-    1 over this many last tokens before `gconfig.max_new_tokens`. 0: no penalty."""
+    """A penalty on long sequences is subtracted from the reward (DAPO). It starts this many tokens
+    before `gconfig.max_new_tokens` and grows linearly from 0 to 1. 0 turns the penalty off."""
     overlong_penalty_factor: float = field(default=1.0, metadata=_NOT_A_KEY)
     """Penalty at `max_response_tokens` and beyond."""
     max_response_tokens: int = field(default=0, metadata=_NOT_A_KEY)
@@ -265,10 +268,10 @@ class PPOActorConfig(TrainEngineConfig):
     """A sequence that was cut off before end-of-sequence gets reward 0 (batch key `truncated`)."""
     reward_norm: RewardNorm | None = None
     """MEAN/STD: the set of rewards whose mean is subtracted from a sequence's reward, and the set
-    whose standard deviation then divides it. Each is `group`, `batch` or `none`; the mean can also
-    be `leave1out` (the mean of the group's other samples; a group of one gets 0). For a group of
-    one, or of equal rewards, the divisor is 1. Rewards before the last token are scaled in the same
-    way."""
+    whose standard deviation then divides the result. Each is `group`, `batch` or `none`; MEAN can
+    also be `leave1out` (the mean of the group's other samples; a group of one gets 0). With STD
+    `group`, the divisor is 1 if the group has one sample or its rewards are all equal. Rewards
+    before the last token are scaled in the same way."""
     kl_ctl: float = 0.0
     """Weight of the KL penalty in the token rewards. The penalty compares the policy at the start
     of the update with the reference (`reference_logprobs`)."""
@@ -282,13 +285,14 @@ class PPOActorConfig(TrainEngineConfig):
     discount: Annotated[float, Ge(0), Le(1)] = field(default=1.0, metadata=_NOT_A_KEY)
     """GAE's gamma."""
     gae_lambda: Annotated[float, Ge(0), Le(1)] = 1.0
-    """GAE's lambda, which needs a critic: with 1, an advantage depends on the rewards of the whole
-    answer; with 0, on the critic's value of the next token."""
+    """GAE's lambda; a value below 1 needs a critic. With 1, an advantage depends on all later
+    rewards of the answer; with 0, on the token's own reward and the critic's value of the next
+    token."""
     critic: bool = field(default=False, metadata=_NOT_A_KEY)
     """Advantages are taken over a critic's values: the experiment has a `critic`."""
     adv_norm: AdvantageNorm | None = "batch/batch"
-    """MEAN/STD as for `reward_norm`, but over the advantages of all loss tokens of the batch; each
-    is `batch` or `none`."""
+    """MEAN/STD as for `reward_norm`, but over the advantages of all loss tokens of the batch; MEAN
+    and STD are each `batch` or `none`."""
 
     @property
     def decoupled(self) -> bool:

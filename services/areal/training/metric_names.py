@@ -202,7 +202,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train/micro_batches",
             "",
-            "number of forward and backward passes of a rank",
+            "number of micro-batches of a rank, each with a forward and a backward pass",
             ("n_micro_batches",),
         ),
         Metric(
@@ -254,7 +254,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Evaluations": (
         Metric("eval/NAME/mean", "", "mean reward of all answers in an evaluation"),
-        Metric("eval/NAME/stderr", "", "standard error of this mean, computed over rows"),
+        Metric("eval/NAME/stderr", "", "standard error of `eval/NAME/mean`, over rows"),
     ),
 }
 """By section of docs/metrics.md. Only trackers get the last section: metrics.jsonl has steps."""

@@ -263,7 +263,9 @@ RULES: dict[str, str | Rule] = {
     ),
     "cluster.fileroot": "run_root",
     "cluster.n_gpus_per_node": "stack.gpus_per_node",
-    "cluster": Rule("`allocation_mode` decides the nodes; services find each other by themselves"),
+    "cluster": Rule(
+        "`allocation_mode` determines the number of nodes; services find each other automatically"
+    ),
     "tokenizer_path": _TOKENIZER,
     "train_dataset": Rule("the recipe reads the rows itself"),
     "valid_dataset": Rule("the recipe reads the rows and calls `rollout.evaluate(rows, workflow)`"),
@@ -282,7 +284,7 @@ RULES: dict[str, str | Rule] = {
     "rollout.request_timeout": "rollout.request_timeout_s",
     "rollout.setup_timeout": "rollout.setup_timeout_s",
     "rollout.tokenizer_path": _TOKENIZER,
-    "rollout": Rule("not needed: the ledger queues and retries"),
+    "rollout": Rule("not needed: the ledger queues and retries tasks"),
     "actor.backend": Rule("the second half of `allocation_mode`"),
     "actor.path": "model.path",
     "actor.dtype": _only("actor.dtype", ("bfloat16", "float32"), "actor.dtype"),
