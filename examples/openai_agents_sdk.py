@@ -38,8 +38,10 @@ class Config(GRPOConfig):
     """Control run: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 6000
     heldout_problems: int = 300
-    warm_start_steps: int = 250
-    """Supervised steps of the warm-up, after which about a third of the answers are right."""
+    warm_start_loss: float = 0.4
+    """The warm-up ends at this loss, at which about 2 of 5 sampled answers are right."""
+    warm_start_steps: int = 600
+    """The warm-up ends after this many steps at the latest."""
 
 
 # -- the agent: imports nothing from areal ------------------------------------------------------
@@ -116,7 +118,7 @@ def prepare_model(config: Config) -> None:
     make_tiny_model(fresh, seed=config.seed)
     optimizer = OptimizerConfig(lr=2e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.07)
     engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))
-    engine.initialize(total_train_steps=max(1, config.warm_start_steps))
+    engine.initialize(total_train_steps=config.warm_start_steps)
     tokenizer = Tokenizer.load(fresh)
     examples = [
         (
@@ -125,8 +127,15 @@ def prepare_model(config: Config) -> None:
         )
         for row in problems(config)[0]
     ]
-    rng = random.Random(config.seed)
-    for _ in range(config.warm_start_steps):
-        engine.train_lm(pack_examples(rng.sample(examples, 128)))
+    rng, loss = random.Random(config.seed), 5.0
+    for step in range(config.warm_start_steps):
+        loss += 0.1 * (engine.train_lm(pack_examples(rng.sample(examples, 128)))["loss"] - loss)
+        if step % 25 == 0:
+            print(
+                f"warm start, step {step}: loss {loss:.2f} (until {config.warm_start_loss})",
+                flush=True,
+            )
+        if loss <= config.warm_start_loss:
+            break
     engine.save(config.model.path)
     engine.destroy()
