@@ -56,7 +56,7 @@ class Unauthenticated(ArealError):
 
 
 class StaleIncarnation(ArealError):
-    """A newer trainer of the same run has registered, so this one must stop."""
+    """A newer trainer of the same run has registered, so this trainer must stop."""
 
 
 class LeaseLost(ArealError):
@@ -135,9 +135,10 @@ class WaitTimeout(ArealError):
 
         Args:
             what: What the caller waited for.
-            on: The process or resource that the caller waited on. Empty: it is not named.
-            since: `time.monotonic()` when the wait began, in seconds. None: no duration is shown.
-            hint: Where to look for the cause, shown in parentheses. Empty: nothing is shown.
+            on: The process or resource that the caller waited on; left out if empty.
+            since: `time.monotonic()` when the wait began, in seconds. If None, the message does not
+                say how long the caller waited.
+            hint: Where to look for the cause, shown in parentheses; left out if empty.
         """
         text = "waited "
         if since is not None:

@@ -110,8 +110,8 @@ class LLMRequest:
     `input_ids`."""
     grammar: str = ""
     """A constraint on the answer, as a structural tag (JSON) of SGLang and xgrammar; empty means
-    none. Only tokens that it allows are sampled, and logprobs are those of the distribution over
-    these tokens. An interrupted answer starts over."""
+    none. Only tokens that the constraint allows are sampled, and logprobs are those of the
+    distribution over the allowed tokens. An interrupted answer starts over."""
     on_tokens: Callable[[int, Sequence[int]], None] | None = field(
         default=None, compare=False, repr=False
     )
@@ -140,7 +140,7 @@ class LLMResponse:
     latency_s: float = 0.0
     """Seconds from the call to the end of the answer, including interruptions."""
     interruptions: int = 0
-    """How often the answer was continued after an abort, a drain, or a server failure."""
+    """How many times the answer was continued after an abort, a drain, or a server failure."""
     images: tuple[bytes, ...] = ()
     """The images of the request."""
     servers: list[str] = field(default_factory=list)
@@ -181,7 +181,7 @@ class McpServer:
     """URL of a server that is already running and uses the transport "streamable HTTP"."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables for the program, in addition to the worker's PATH, HOME and the like.
-    They are stored with the task, so do not put secrets here."""
+    The variables are stored with the task, so do not put secrets here."""
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,8 @@ class Trajectory:
     input_ids: npt.NDArray[np.int32]
     """Token ids of the prompt, the answers, and the context between them."""
     loss_mask: npt.NDArray[np.bool_]
-    """True on the sampled tokens that this trajectory trains on, False on all others: prompts, tool
-    results, and answers that another trajectory of the same session trains on."""
+    """True on the sampled tokens that this trajectory's loss covers; False on all others: prompts,
+    tool results, and answers that the loss of another trajectory of the same session covers."""
     behavior_logprobs: npt.NDArray[np.float32]
     """Logprob of each token under the weights that sampled it; 0 where `loss_mask` is False."""
     token_versions: npt.NDArray[np.int32]
@@ -293,15 +293,15 @@ class WeightUpdateMeta:
     """Names the transport that carries new weights from the trainer to the inference servers."""
 
     type: str = ""
-    """`disk`, `stream` or `distributed`. Empty: the value of `weight_sync.transport`."""
+    """`disk`, `stream` or `distributed`; empty means the value of `weight_sync.transport`."""
     path: str = ""
-    """Where versions are published. Empty: the value of `weight_sync.path`."""
+    """Where versions are published; empty means the value of `weight_sync.path`."""
 
     @classmethod
     def from_disk(cls, path: str = "") -> WeightUpdateMeta:
         """Returns the transport `disk` with a folder that all servers can read.
 
         Args:
-            path: The folder. Empty: the configured transport is returned instead.
+            path: The folder. If it is empty, the configured transport is returned instead.
         """
         return cls(type="disk" if path else "", path=path)

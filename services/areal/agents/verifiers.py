@@ -63,8 +63,8 @@ class VerifiersWorkflow(RolloutWorkflow):
 
     Each row gets `gconfig.n_samples` of the package's own episodes. The package's program,
     EnvServer, runs these episodes and calls the model being trained. An episode of the package has
-    one or more traces; each trace is the record of one agent. A trace of an agent that the
-    environment marks as trainable becomes trajectories with the trace's reward. Their
+    one or more traces; each trace is the record of one agent. If the environment marks an agent as
+    trainable, the agent's trace becomes trajectories with the trace's reward. The trajectories'
     `reward_parts` are the values of the environment's reward functions before weighting.
 
     Example:
@@ -88,10 +88,10 @@ class VerifiersWorkflow(RolloutWorkflow):
         Args:
             server: Address of EnvServer, `tcp://HOST:PORT`.
             gconfig: Sampling parameters, which override the environment's own. `max_new_tokens`
-                limits each model call. None: the defaults of `GenerationHyperparameters`.
+                limits each model call. None means the defaults of `GenerationHyperparameters`.
             tokenizer: Name or folder of the model's tokenizer on EnvServer's machine. If given,
                 EnvServer itself turns messages into token ids, with the package `renderers`, and
-                its traces have ids and logprobs. None: AReaL applies the model's chat template.
+                its traces have ids and logprobs. If None, AReaL applies the model's chat template.
             timeout_s: Time limit of each of the package's episodes, in seconds.
             template: Variables for the chat template, such as `{"enable_thinking": False}`.
 

@@ -8,19 +8,19 @@ A batch is a plain `dict[str, torch.Tensor]`:
     bootstrap_values   f32   [S]     optional: the value after a truncated sequence's last token
     input_ids          int64 [T]     token ids
     loss_mask          bool  [T]     true on tokens that the loss covers
-    behavior_logprobs  f32   [T]     logprob of token t under the weights that sampled it, or 0
-    token_versions     int64 [T]     policy version that sampled token t, or -1
+    behavior_logprobs  f32   [T]     logprob of token t when it was sampled; 0 if it was not
+    token_versions     int64 [T]     policy version that sampled token t; -1 if none did
     rewards            f32   [T]     a whole sequence's reward is on its last sampled token
     proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
     teacher_ids        int64 [T, k]  optional: a teacher's k most likely ids for position t
-    teacher_logprobs   f32   [T, k]  optional: their logprobs under the teacher
+    teacher_logprobs   f32   [T, k]  optional: logprobs of `teacher_ids` under the teacher
     chosen             bool  [S]     optional: true on the preferred sequence of a pair; a pair
                                      is a group and stays in one micro-batch
     pixel_values, image_grid_thw, image_group    optional: see `areal.algorithms.images`
 
 Index t always describes token t itself: a logprob at t is log p(token t | tokens < t), and it is
-0 at a sequence's first token. Arrays are never shifted. Only the model wrapper applies the
-offset: it computes the logprob of token t from the hidden state of token t - 1.
+0 at a sequence's first token. Arrays are never shifted: the model wrapper itself computes the
+logprob of token t from the hidden state of token t - 1.
 
 Example:
     >>> from areal.algorithms.packing import pack

@@ -342,7 +342,7 @@ def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, s
             own fields.
 
     Returns:
-        (the configuration, the file's path). The path is "" if no file is given. An argument
+        A tuple: the configuration, and the file's path ("" if no file is given). An argument
         `key=value` overrides the file, which overrides the defaults.
 
     Raises:

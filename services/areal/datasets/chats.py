@@ -43,7 +43,7 @@ def pair_unit(tokenizer: Tokenizer, row: Mapping[str, Any]) -> Unit:
     Args:
         tokenizer: A tokenizer with a chat template.
         row: A row with the fields `prompt`, `chosen` and `rejected`. Each is text or a list of
-            messages. `prompt` may be missing if the other two also contain its messages.
+            messages. `prompt` may be missing if the other two begin with the prompt's messages.
 
     Raises:
         InvalidInput: `chosen` or `rejected` is missing or does not end with an assistant turn, or

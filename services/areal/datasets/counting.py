@@ -14,7 +14,7 @@ _DARK, _BRIGHT = (24, 24, 32), (240, 220, 120)
 
 
 def counting(count: int, *, most: int, seed: int) -> list[dict[str, Any]]:
-    """Returns rows that ask how many bright squares a picture shows, for vision models.
+    """Returns rows for vision models: each asks how many bright squares its picture shows.
 
     The squares do not touch each other. The field `images` is a list with one PNG file, as bytes.
 

@@ -41,11 +41,11 @@ def posts(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def preferred(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """Returns rows with two summaries of each post, to train a reward model with `pair_unit`.
+    """Returns rows with two summaries of each post, for training a reward model with `pair_unit`.
 
     `chosen` is only the right word. About half of the `rejected` summaries are another word of the
-    post; the others have extra words or end too early. Summaries that end too early are included
-    because a reward model that was never trained on them might prefer them.
+    post; the others have extra words or end too early. Some end too early because a reward model
+    that was never trained on such summaries might prefer them.
 
     Args:
         rows: Rows of `posts`.

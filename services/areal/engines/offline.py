@@ -26,7 +26,7 @@ _EVALUATED_AT_ONCE = 64
 
 
 class OfflineTrainer:
-    """A model trained on dataset rows only, without rollouts: fine-tuning, DPO, reward models.
+    """A model trained on dataset rows only, without rollouts: for SFT, DPO and reward models.
 
     It is sharded over all ranks of the trainer and resumes from the run's newest checkpoint. Every
     rank must call the same methods in the same order.
@@ -98,7 +98,10 @@ class OfflineTrainer:
             yield self.share(units[begin : begin + _EVALUATED_AT_ONCE])
 
     def share(self, units: Sequence[Unit]) -> Batch:
-        """Returns this rank's share of the units as a packed batch; pairs add the key `chosen`."""
+        """Returns this rank's share of the units as a packed batch.
+
+        If the units are pairs, the batch has the key `chosen`.
+        """
         import torch
 
         from areal.algorithms import packing
@@ -156,9 +159,10 @@ class OfflineTrainer:
         return self.engine.checkpoint_bytes()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
-        """Copies the model, optimizer and random states, then writes them in the background.
+        """Copies the training state, then writes it in the background.
 
-        Recipes rarely call this, because `finish_step` saves checkpoints as set in the `checkpoint`
+        The state is that of the model, the optimizer and the random generators. Recipes
+        rarely call this method, because `finish_step` saves checkpoints as set in the `checkpoint`
         section.
 
         Args:

@@ -108,13 +108,14 @@ class FSDPPPOActor:
         self.engine, self._ppo = actor.engine, actor._ppo
 
     def get_version(self) -> int:
-        """Returns the number of finished train steps; a resumed run's loop continues from it."""
+        """Returns the number of finished train steps, from which a resumed run's loop continues."""
         return self.engine.get_version()
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """Returns the logprobs of the loss tokens under this model, float32 [T]; 0 elsewhere.
 
-        They have no gradient and are computed at the sampling temperature, `gconfig.temperature`.
+        The logprobs have no gradient. They are computed at the sampling temperature,
+        `gconfig.temperature`.
         """
         if not self._is_base:
             return self._ppo.compute_logprobs(batch)
@@ -194,9 +195,9 @@ class FSDPPPOActor:
         that step's optimizer waits until they have been gathered. Generation continues while
         servers load the new weights.
 
-        When a resumed run replays steps, it does not publish them again, because the servers have
-        newer versions. A step that was skipped because its gradient was not finite is published
-        like any other step, because the ledger measures staleness in versions.
+        A resumed run that replays steps does not publish their versions again, because the servers
+        have newer ones. If a step's update was skipped because its gradient was not finite, its
+        version is still published: the ledger measures staleness in versions.
 
         Args:
             meta: The transport to use; `WeightUpdateMeta()` is the configured one.
@@ -227,9 +228,10 @@ class FSDPPPOActor:
         return self.engine.checkpoint_bytes()
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
-        """Copies the model, optimizer and random states, then writes them in the background.
+        """Copies the training state, then writes it in the background.
 
-        Recipes rarely call this, because `upload_weights` saves checkpoints as set in the
+        The state is that of the model, the optimizer and the random generators. Recipes
+        rarely call this method, because `upload_weights` saves checkpoints as set in the
         `checkpoint` section.
 
         Args:

@@ -75,7 +75,7 @@ class RemoteSGLangEngine:
     ) -> dict[str, Any]:
         """Returns this rank's share of the next batch of `train_dataset.batch_size` groups.
 
-        Meanwhile, groups for later batches are generated.
+        The services generate groups for later batches while the trainer uses this one.
 
         Args:
             dataloader: Supplies the rows to submit, from its current position; usually a
@@ -114,9 +114,10 @@ class RemoteSGLangEngine:
     def rollout_batch(
         self, data: Iterable[Mapping[str, Any]], workflow: RolloutWorkflow
     ) -> dict[str, Any]:
-        """Returns this rank's share of a batch from exactly these rows, with one group per row.
+        """Returns this rank's share of a batch of exactly the given rows, with one group per row.
 
-        It waits until the tasks of all rows have ended. Rejected and failed tasks are left out.
+        The call waits until the tasks of all rows have ended. Rejected and failed tasks are left
+        out.
 
         Args:
             data: The rows, at least one.
@@ -161,17 +162,17 @@ class RemoteSGLangEngine:
     ) -> float:  # fmt: skip
         """Returns the policy's mean reward on held-out rows, and records it in the run folder.
 
-        The answers are written to evaluations/NAME-vVERSION.jsonl in the run folder. If this step
-        already has a result with that name, the call returns it without a new evaluation. In a
-        resumed run that has not yet finished a step, the call also returns a result recorded at
-        step 0, because the initial policy is no longer served.
+        The answers are written to evaluations/NAME-vVERSION.jsonl in the run folder. If the current
+        step already has a result named `name`, the call returns that result without a new
+        evaluation. In a resumed run that has not yet finished a step, the call also returns a
+        result recorded at step 0, because the initial policy is no longer served.
 
         Args:
             rows: The held-out rows.
             workflow: The workflow that turns a row into trajectories.
             name: Name of the result.
             version: The policy version that must sample every token. None means the version of the
-                last finished step; while a resumed run replays steps, it means the served version.
+                last finished step, or, while a resumed run replays steps, the served version.
 
         Raises:
             NotFound: `version` is no longer served, or not published yet.

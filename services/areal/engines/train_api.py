@@ -61,7 +61,7 @@ class TrainEngine(abc.ABC):
 
         Args:
             total_train_steps: Planned number of optimizer steps, for the learning-rate schedule.
-                None: the rate is constant.
+                None means a constant rate.
         """
 
     @abc.abstractmethod
@@ -85,10 +85,10 @@ class TrainEngine(abc.ABC):
         Args:
             batch: This rank's share of the batch; may be empty.
             loss_fn: Computes the loss of a micro-batch; called once for each micro-batch.
-            loss_weight_fn: Computes a micro-batch's weight in the divisor of the loss. None: the
-                weight is the number of loss tokens.
-            head: Computes the tensors that `loss_fn` gets. None: logprobs and entropies at
-                temperature 1.
+            loss_weight_fn: Computes a micro-batch's weight in the divisor of the loss. By
+                default, the weight is the number of loss tokens.
+            head: Computes the tensors that `loss_fn` gets. By default, these are logprobs and
+                entropies at temperature 1.
 
         Raises:
             InvalidInput: The engine has no optimizer, or the batch is malformed.
@@ -101,7 +101,7 @@ class TrainEngine(abc.ABC):
         """Takes one optimizer step with the accumulated gradients; collective.
 
         Returns:
-            The same statistics as `train_batch`, over all batches since the previous step.
+            The statistics that `train_batch` returns, over all batches since the previous step.
 
         Raises:
             InvalidInput: No batch was accumulated.
@@ -119,16 +119,16 @@ class TrainEngine(abc.ABC):
     ) -> dict[str, float]:
         """Takes one optimizer step on a batch: `accumulate`, then `apply`; collective.
 
-        The loss is the sum over all micro-batches of all ranks, divided by the sum of their
-        weights.
+        The loss is the sum of the losses of all micro-batches on all ranks, divided by the sum of
+        the micro-batches' weights.
 
         Args:
             batch: This rank's share of the batch; may be empty.
             loss_fn: Computes the loss of a micro-batch; called once for each micro-batch.
-            loss_weight_fn: Computes a micro-batch's weight in the divisor of the loss. None: the
-                weight is the number of loss tokens.
-            head: Computes the tensors that `loss_fn` gets. None: logprobs and entropies at
-                temperature 1.
+            loss_weight_fn: Computes a micro-batch's weight in the divisor of the loss. By
+                default, the weight is the number of loss tokens.
+            head: Computes the tensors that `loss_fn` gets. By default, these are logprobs and
+                entropies at temperature 1.
 
         Returns:
             A dict of statistics, equal on all ranks:
@@ -159,8 +159,8 @@ class TrainEngine(abc.ABC):
 
         Args:
             batch: This rank's share of the batch; may be empty.
-            head: Computes the tensors (see `areal.engines.model.heads`). None: logprobs and
-                entropies at temperature 1, both [T].
+            head: Computes the tensors (see `areal.engines.model.heads`). By default, these are
+                logprobs and entropies at temperature 1, both [T].
 
         Returns:
             The two tensors, [T, ...], without gradient.
@@ -196,8 +196,8 @@ class TrainEngine(abc.ABC):
         converted together, such as a layer's experts. The other ranks never hold a whole tensor.
 
         Args:
-            dtype: Type to which floating-point tensors are cast, such as `bfloat16`. None: they are
-                not cast.
+            dtype: Type to which floating-point tensors are cast, such as `bfloat16`. If None, they
+                are not cast.
 
         Yields:
             On rank 0, pairs (name, CPU tensor). First come the tensors that Hugging Face's
@@ -249,7 +249,7 @@ class TrainEngine(abc.ABC):
             directory: A folder with a model of the same architecture.
 
         Raises:
-            InvalidInput: A tensor is unknown or missing, or has another shape. No weight is
+            InvalidInput: A tensor is unknown or missing, or has the wrong shape. No weight is
                 changed.
         """
 
@@ -270,8 +270,8 @@ class TrainEngine(abc.ABC):
             directory: The folder. It is written in place, so use a temporary name and rename the
                 folder when the checkpoint is complete.
             extra: Additional JSON-serializable data; `load_checkpoint` returns it.
-            background: True: the call returns as soon as the state is copied to CPU memory, and a
-                thread writes it. False: the call returns when this rank's part is written.
+            background: If True, the call returns as soon as the state is copied to CPU memory, and
+                a thread writes it. If False, the call returns when this rank's part is written.
 
         Returns:
             A future that is done when this rank's part is written. When the futures of all ranks

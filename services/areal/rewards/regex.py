@@ -21,7 +21,7 @@ def regex_reward(
         pattern: A Python regular expression. If it backtracks too long, the reward's time limit
             stops it.
         answer: The right answer. Required if the pattern has a group `answer`, otherwise ignored.
-        fullmatch: True: the whole completion must match. False: any part of it may match.
+        fullmatch: Whether the whole completion must match. If False, any part of it may match.
 
     Raises:
         InvalidInput: The pattern is not a regular expression, or it has a group `answer` and

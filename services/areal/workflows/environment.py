@@ -50,7 +50,7 @@ class EnvWorkflow(RolloutWorkflow):
 
     Example:
         >>> EnvWorkflow(GuessNumber, config.gconfig)                 # a class of the recipe
-        >>> EnvWorkflow("reasoning_gym:chain_sum", config.gconfig)   # rows: reasoning_gym_rows
+        >>> EnvWorkflow("reasoning_gym:chain_sum", config.gconfig)   # rows of reasoning_gym_rows
         >>> EnvWorkflow("gymnasium:FrozenLake-v1", config.gconfig, options={"is_slippery": False})
         >>> EnvWorkflow("my_package.worlds:Maze", config.gconfig)
     """
