@@ -115,9 +115,10 @@ class SandboxConfig:
     """How many boxes each sandbox service may lend at a time. With 0, `areal run` does not start
     the service."""
     isolation: Literal["namespaces", "rlimits"] = "namespaces"
-    """`namespaces`: bubblewrap. If the machine does not allow user namespaces, the service does not
-    start. `rlimits`: resource limits, a filter of system calls, and Landlock if the kernel has it.
-    `rlimits` does not protect against malicious code (docs/isolation.md)."""
+    """How boxes are isolated. `namespaces` uses bubblewrap; if the machine does not allow user
+    namespaces, the service does not start. `rlimits` uses resource limits, a filter of system
+    calls, and Landlock if the kernel has it; it does not protect against malicious code
+    (docs/isolation.md)."""
 
 
 @dataclass
@@ -125,8 +126,8 @@ class BufferConfig:
     """The buffer service, which keeps the ledger in Redis."""
 
     max_memory_mb: Annotated[int, Ge(0)] = 2048
-    """Redis memory for this run's tasks, in MiB. When it is nearly full, clients must wait, and the
-    trainer saves a checkpoint to free memory."""
+    """Redis memory for this run's tasks, in MiB. When this memory is nearly full, clients must
+    wait, and the trainer saves a checkpoint to free memory."""
 
 
 @dataclass
@@ -145,8 +146,8 @@ class WeightSyncConfig:
     changes; other servers read all weights."""
     interrupt: Literal["in_place", "retract", "abort"] = "in_place"
     """What an update does to running requests. `in_place`: they pause. `retract`: they pause, and
-    their KV cache is computed again. `abort`: they end, and workers continue them with a new
-    request."""
+    their KV cache is computed again. `abort`: they end, and rollout workers continue them
+    with new requests."""
     max_unavailable: Annotated[int, Ge(0)] = 0
     """How many serving servers are updated at once; the others serve until it is their turn. 0
     means all at once, which is right if an update takes milliseconds (`in_place`)."""
@@ -154,7 +155,7 @@ class WeightSyncConfig:
     """Folder of the published versions, or s3://bucket/prefix (gs://, az://): the `disk` transport
     uploads versions there, and servers download them. Empty means `weights/` in the run folder."""
     probe_interval_s: Annotated[float, Gt(0)] = 1.0
-    """Seconds between health probes of a server; set a longer time for thousands of servers."""
+    """Seconds between health probes of a server; use a longer time with thousands of servers."""
 
 
 @dataclass

@@ -83,8 +83,8 @@ def of_pass_rate(
         most: Rows with a higher mean reward are left out.
 
     Raises:
-        InvalidInput: The file is missing or has another format, it has more rows than `rows`, or no
-            row has a mean reward between `least` and `most`.
+        InvalidInput: The file is missing or has the wrong format, it has more rows than `rows`, or
+            no row has a mean reward between `least` and `most`.
 
     Example:
         >>> of_pass_rate(rows, "runs/eval/trial0/evaluations/reward-v0.jsonl", least=0.2)

@@ -125,7 +125,7 @@ class FSDPPPOActor:
     def compute_advantages(self, batch: Batch) -> None:
         """Adds `advantages` and `returns` to a batch, both float32 [T] and 0 except on loss tokens.
 
-        It shapes the rewards, subtracts the KL penalty, computes advantages by generalized
+        The method shapes the rewards, subtracts the KL penalty, computes advantages by generalized
         advantage estimation (GAE), and normalizes them, as set in the `actor` section.
 
         Args:

@@ -42,7 +42,7 @@ RewardFn = str | Callable[..., Any]
 
 
 class InferenceEngine(Protocol):
-    """Generates and scores answers for one episode; `arun_episode` gets it as `engine`."""
+    """Generates and scores answers for one episode; `arun_episode` gets one as `engine`."""
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -16,8 +16,8 @@ from areal.workflows.rendering import Message, TemplateRenderer
 class MultiTurnWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` conversations per row; after a wrong answer the model retries.
 
-    A conversation ends with the first answer whose reward is above 0, after `max_turns` answers, or
-    when the context is full. The conversation's reward is that of its last answer, multiplied by
+    A conversation ends after an answer whose reward is above 0, after `max_turns` answers, or when
+    the context is full. The conversation's reward is that of its last answer, multiplied by
     `turn_discount` once for each earlier answer.
 
     Example:

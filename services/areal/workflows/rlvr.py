@@ -35,8 +35,8 @@ class RLVRWorkflow(RolloutWorkflow):
             reward_fn: The name of a built-in reward, or a function of the recipe,
                 `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`. The
                 function is called once per answer: `prompt` is the whole prompt as text, and
-                `completions` is the text of one answer without special tokens. A `group_reward`
-                gets all answers at once.
+                `completions` is the text of one answer without special tokens. A function
+                marked with `group_reward` gets all answers of a group at once.
             gconfig: Sampling parameters. None means the defaults of `GenerationHyperparameters`.
             system_prompt: Text of a system message, placed before the row's messages.
             reward_kwargs: Additional keyword arguments for the reward; "regex" needs `pattern`.

@@ -25,9 +25,9 @@ from areal.workflows.tool_calls import ToolCalls
 class ToolWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` conversations per row; in each, the model may call tools.
 
-    A conversation ends with the first answer without a tool call, after `max_turns` answers, or
-    when the context is full. Its reward is that of the last answer. The tool calls of one answer
-    run concurrently. The loss covers only the tokens that the model sampled, not the tools'
+    A conversation ends after an answer without a tool call, after `max_turns` answers, or when the
+    context is full. The conversation's reward is that of the last answer. The tool calls of one
+    answer run concurrently. The loss covers only the tokens that the model sampled, not the tools'
     results. If a call has wrong arguments or raises an error, the model reads the error.
 
     Example:
@@ -68,8 +68,8 @@ class ToolWorkflow(RolloutWorkflow):
 
         Raises:
             InvalidInput: A parameter of a tool has no type annotation, `max_turns` is below 1, an
-                `McpServer` does not have exactly one of `command` and `url`, or it needs the
-                package `mcp`, which is not installed.
+                `McpServer` does not have exactly one of `command` and `url`, or there is an
+                `McpServer` but the package `mcp` is not installed.
         """
         if max_turns < 1:
             raise InvalidInput(f"max_turns {max_turns}: expected 1 or more")
