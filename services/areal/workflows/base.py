@@ -64,8 +64,8 @@ class InferenceEngine(Protocol):
     async def agenerate_group(self, request: LLMRequest) -> list[LLMResponse]:
         """Returns `request.gconfig.n_samples` answers to one prompt, from one call to a server.
 
-        Apart from the number of answers, this works like `agenerate` and raises the same errors.
-        After an interruption, each answer continues from its own tokens.
+        Apart from the number of answers, the method works like `agenerate` and raises the same
+        errors. After an interruption, each answer continues from its own tokens.
         """
         ...
 

@@ -21,7 +21,7 @@ from areal.workflows.rendering import ChatRenderer, Message, Reply, TemplateRend
 
 
 class Conversation:
-    """Keeps an episode's chat, with token ids exactly as sampled, and makes it a trajectory.
+    """Keeps an episode's chat, with token ids exactly as sampled, and turns it into a trajectory.
 
     Example:
         >>> chat = Conversation(engine.tokenizer, [{"role": "user", "content": "12+34="}])
