@@ -36,8 +36,8 @@ class ModelConfig:
 
     path: str = ""
     """A Hugging Face model directory; a relative path is resolved against the working directory.
-    `areal run` also accepts `org/name[@revision]` on the Hub, or a `s3://bucket/folder` (gs://,
-    az://). It downloads such a model into `models/` first."""
+    `areal run` also accepts `org/name[@revision]` (a model on the Hugging Face Hub) and
+    `s3://bucket/folder` (gs://, az://), and downloads the model into `models/` first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the inference servers and of published weights: `float32`, `bfloat16`, or `auto`
     (bfloat16 on GPUs, the checkpoint's dtype on CPUs)."""
@@ -53,7 +53,7 @@ class DatasetConfig:
     """A .jsonl or .parquet file, a folder of them, `hf://org/name[/config][@revision]`, or a name
     that the recipe understands."""
     batch_size: Annotated[int, Ge(1)] = 64
-    """Number of groups per train step (B), or of rows per train step without servers."""
+    """Groups per train step (B); in a run without servers, rows per train step."""
 
 
 @dataclass
@@ -63,8 +63,7 @@ class RolloutConfig:
     max_concurrent_rollouts: Annotated[int, Ge(1)] = 256
     """Maximum number of groups that run at once, across all rollout workers."""
     max_head_offpolicyness: Annotated[int, Ge(0)] = 2
-    """The staleness bound (eta), in policy versions. With 0, generation and
-    training take turns."""
+    """The staleness bound (eta), in policy versions. With 0, generation and training take turns."""
     lease_ttl_s: Annotated[float, Gt(0)] = 30.0
     """A rollout worker that has not renewed its leases for this many seconds loses them."""
     setup_timeout_s: Annotated[float, Gt(0)] = 120.0
@@ -73,16 +72,16 @@ class RolloutConfig:
     request also waits this long for a server with a recent enough version."""
     request_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Deadline, in seconds, for one generation request, including interruptions. An episode may
-    take 4 times as long. The trainer waits 3 times as long for a batch, then exits with an
-    error that names the cause."""
+    take 4 times as long. The trainer waits 3 times as long for a batch, then exits with an error
+    that names the cause."""
     max_failure_ratio: Annotated[float, Ge(0), Le(1)] = 0.5
     """The run stops if more than this share of its last 64 tasks failed because of an error in the
     recipe. It also stops if all of its first tasks (one batch, but at least 16 and at most 64)
     failed with the same error in the recipe. With 1, the run never stops for these reasons."""
     dynamic_sampling: bool = False
     """Reject a training group if all its samples have the same reward, because such a group
-    teaches nothing. `prepare_batch` then submits one more row (DAPO). With `rollout_batch`, the
-    batch gets smaller."""
+    teaches nothing. `prepare_batch` then submits another row to replace it (DAPO). With
+    `rollout_batch`, the batch gets smaller."""
 
     @property
     def batch_timeout_s(self) -> float:
@@ -138,16 +137,16 @@ class WeightSyncConfig:
     """How servers get new weights. `disk`: from safetensors on a volume that all servers mount.
     `stream`: the trainer uploads the weights once to weight-sync's store, and the servers download
     them; no shared volume is needed. If one of these two fails, the other is tried. `distributed`:
-    the trainer broadcasts the weights to the serving servers (gloo; NCCL on GPUs). It also writes
-    them as `disk` does, for new servers and for servers that the broadcast did not reach."""
+    the trainer broadcasts the weights to the serving servers (gloo, or NCCL on GPUs). It also
+    writes them as `disk` does, for new servers and for servers that the broadcast did not reach."""
     encoding: Literal["full", "delta"] = "full"
     """What the trainer writes or uploads. `full`: all weights. `delta`: only the changes, unless
     they are at least half as large as all weights. Servers that have the previous version read the
     changes; other servers read all weights."""
     interrupt: Literal["in_place", "retract", "abort"] = "in_place"
     """What an update does to running requests. `in_place`: they pause. `retract`: they pause, and
-    their KV cache is computed again. `abort`: they end, and rollout workers continue them
-    with new requests."""
+    their KV cache is computed again. `abort`: they end, and rollout workers continue them with
+    new requests."""
     max_unavailable: Annotated[int, Ge(0)] = 0
     """How many serving servers are updated at once; the others serve until it is their turn. 0
     means all at once, which is right if an update takes milliseconds (`in_place`)."""
@@ -163,8 +162,8 @@ class CheckpointConfig:
     """When the trainer saves, and what it keeps."""
 
     freq_steps: Annotated[int, Ge(0)] = 20
-    """Number of steps between checkpoints. Each checkpoint commits the steps since the previous one
-    in the ledger. With 0, there is only one checkpoint, at the end."""
+    """Number of steps between checkpoints. In the ledger, each checkpoint commits the steps since
+    the previous one. With 0, there is only one checkpoint, at the end."""
     keep: Annotated[int, Ge(1)] = 2
     """How many of the newest checkpoints to keep. The checkpoint with the best evaluation is kept
     too. The number of published versions that are kept is one higher."""
@@ -258,5 +257,5 @@ class EndpointsConfig:
     inference: list[str] = field(default_factory=list)
     """Where to find inference servers. Each entry is http://HOST:PORT, dns://NAME:PORT (each
     address of the name is a server) or kubernetes://NAMESPACE/SERVICE[:PORT] (an empty NAMESPACE
-    is the pod's own). If the list is empty, servers register with weight-sync; servers that
-    `areal run` starts do so."""
+    is the pod's own). If the list is empty, servers must register with weight-sync.
+    Servers that `areal run` starts do this automatically."""

@@ -172,11 +172,11 @@ class TrainEngineConfig(EngineConfig):
     """How a batch is split into micro-batches, whose gradients are added up."""
     gradient_checkpointing: bool | Checkpointing | None = None
     """What the backward pass recomputes instead of keeping it in memory. `none` or false: nothing.
-    `selective`: everything except matrix products and attention, which takes less than half the
-    memory at nearly the same speed. `full` or true: each layer from its input, which takes a third
-    more operations. `offload`: as with `full`, but the inputs are in host memory. null means
-    `none` on a CPU. On a GPU, it means the first of these that fits according to the estimate of
-    `areal doctor`, or `full` if there is no estimate."""
+    `selective`: everything except matrix products and attention (compared with `none`, less than
+    half the memory at nearly the same speed). `full` or true: each layer from its input (a third
+    more operations than `none`). `offload`: the same as `full`, but the inputs are in host memory.
+    null means `none` on a CPU. On a GPU, null means the first of these modes that fits according to
+    the estimate of `areal doctor`, or `full` if there is no estimate."""
     kernels: Kernels = "eager"
     """How a layer's norms, rotary embeddings and gates are computed: `eager` (one operation after
     another), `compile` (torch.compile for each layer; the first steps take minutes) or `liger` (the

@@ -105,8 +105,8 @@ class TrainEngine(abc.ABC):
 
         Raises:
             InvalidInput: No batch was accumulated.
-            TrainingDiverged: For the same reason as in `train_batch`; the error's `batch` is the
-                last one accumulated.
+            TrainingDiverged: As in `train_batch`, the gradients of several steps in a row were not
+                finite. The error's `batch` is the last one accumulated.
         """
 
     def train_batch(
@@ -144,8 +144,8 @@ class TrainEngine(abc.ABC):
               `areal.engines.perf`).
 
         Raises:
-            InvalidInput: For the same reasons as in `accumulate`.
-            CapacityExceeded: For the same reason as in `accumulate`.
+            InvalidInput: `accumulate` raised it.
+            CapacityExceeded: `accumulate` raised it.
             TrainingDiverged: The gradients of several steps in a row were not finite. The limit is
                 3 steps by default (`OptimizerConfig.max_skipped_steps`, which can be set only in
                 code). Every rank raises this error.
