@@ -36,8 +36,8 @@ class FSDPPPOActor:
 
     `FSDPPPOActor(config.ref)` creates a frozen reference model instead. The reference is loaded
     from `ref.path` (if empty, `model.path`) each time the run starts. It is never published or
-    saved in a checkpoint. With `actor.lora` and no `ref.path`, it is the actor without its
-    adapters.
+    saved in a checkpoint. With `actor.lora` and no `ref.path`, the reference is the actor without
+    its adapters.
 
     Example:
         >>> actor = FSDPPPOActor(config.actor)
