@@ -302,6 +302,6 @@ class WeightUpdateMeta:
         """Returns the transport `disk` with a folder that all servers can read.
 
         Args:
-            path: The folder. If it is empty, the configured transport is returned instead.
+            path: The folder. "" means the configured transport and path instead.
         """
         return cls(type="disk" if path else "", path=path)

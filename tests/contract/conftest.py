@@ -47,7 +47,9 @@ def engine(
 async def http(engine: EngineUnderTest) -> AsyncIterator[Http]:
     """The server at version 0; afterwards nothing runs and nothing is paused."""
     timeout = aiohttp.ClientTimeout(total=100)
-    async with aiohttp.ClientSession(engine.url, timeout=timeout) as session:
+    # SGLang closes a connection after 5 idle seconds, perhaps just when a call is sent on it.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(engine.url, timeout=timeout, connector=connector) as session:
         calls = Http(engine, session)
         yield calls
         await calls.ok("/abort_request", {"abort_all": True})

@@ -13,7 +13,7 @@ GENERATED = "generated"
 
 
 def sorted_digits(count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns rows that ask to sort four digits, each with a sorted and an unsorted answer.
+    """Returns rows that ask the model to sort four digits, with a sorted and an unsorted answer.
 
     The rows are for `pair_unit`: `chosen` has the digits in order, and `rejected` does not.
 

@@ -103,7 +103,7 @@ class EnvWorkflow(RolloutWorkflow):
         self._calls = BlockingCalls()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """Returns one group: the trajectories of `n_samples` concurrent episodes on one row."""
+        """Returns one group: `n_samples` trajectories from concurrent runs of the environment."""
         worlds: list[Environment] = []
         try:
             for _ in range(self.gconfig.n_samples):
