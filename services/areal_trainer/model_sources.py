@@ -31,6 +31,8 @@ _NOT_NEEDED = [
 ]
 _PROGRESS_S = 10.0
 _ANSWER_S = 30.0  # of the Hub, to a question that is not a download
+# A Hub that was never reached: no network, or a folder was meant.
+_UNREACHABLE_S = 300.0
 _REMIND_S = 60.0
 # A volume in a network does not tell what has changed on it: it is looked at.
 _LOOK_S = 2.0
@@ -38,6 +40,10 @@ _LOOK_S = 2.0
 _QUIET_S = 10.0
 _GIB = 2**30
 _PIECE = 16 * 2**20
+
+
+class Unreachable(Unavailable):
+    """Nothing answers at the source's address."""
 
 
 def fetch(source: str, model: Path, *, say: Say) -> None:
@@ -52,7 +58,8 @@ def fetch(source: str, model: Path, *, say: Say) -> None:
 
     Raises:
         InvalidInput: The repository or revision does not exist, or the token may not read it.
-        Unavailable: The Hub does not answer, or what it sent is damaged: try again.
+        Unreachable: There is no connection to the Hub.
+        Unavailable: The Hub stopped answering, or what it sent is damaged: try again.
     """
     import httpx2
     from huggingface_hub import HfApi, snapshot_download
@@ -65,9 +72,12 @@ def fetch(source: str, model: Path, *, say: Say) -> None:
     name, _, revision = source.removeprefix(HUB).partition("@")
     try:
         # The commit first: without it a Hub that is away would pass for one that has nothing new.
-        info = HfApi().model_info(
-            name, revision=revision or None, files_metadata=True, timeout=_ANSWER_S
-        )
+        try:
+            info = HfApi().model_info(
+                name, revision=revision or None, files_metadata=True, timeout=_ANSWER_S
+            )
+        except (httpx2.TransportError, ConnectionError) as error:
+            raise Unreachable(_no_hub(source, name, error)) from None
         files = {each.rfilename: each.size or 0 for each in info.siblings or []}
         unneeded = [*_NOT_NEEDED, *(["*.bin"] if _has_safetensors(files) else [])]
         wanted = {file for file in files if not any(fnmatch(file, each) for each in unneeded)}
@@ -203,6 +213,8 @@ def wait_for_copy(model: Path, *, how: str, deadline: float, say: Say) -> None:
 def until_deadline(work: Callable[[], None], model: Path, deadline: float, say: Say) -> None:
     """Does what may fail for a while, again and again; says how far it is.
 
+    A source that was never reached is given up after 300 s.
+
     Args:
         work: Raises Unavailable for what may be tried again.
         model: The model whose size shows the progress.
@@ -210,10 +222,10 @@ def until_deadline(work: Callable[[], None], model: Path, deadline: float, say: 
         say: Told each 10 s.
 
     Raises:
-        WaitTimeout: The deadline passed.
+        WaitTimeout: The deadline passed, or the source was never reached.
         ArealError: `work` raised it.
     """
-    began, pause, last = time.monotonic(), 1.0, ""
+    began, pause, last, reached = time.monotonic(), 1.0, "", False
     while True:
         done = threading.Event()
         failed: list[BaseException] = []
@@ -229,9 +241,11 @@ def until_deadline(work: Callable[[], None], model: Path, deadline: float, say: 
         if not isinstance(failed[0], Unavailable):
             raise failed[0]
         last = str(failed[0])
-        say(f"{last}; trying again in {pause:.0f} s")
-        if time.monotonic() + pause >= deadline:
+        reached = reached or not isinstance(failed[0], Unreachable)
+        end = deadline if reached else min(deadline, began + _UNREACHABLE_S)
+        if time.monotonic() + pause >= end:
             raise WaitTimeout("the model", since=began, hint=last)
+        say(f"{last}; trying again in {pause:.0f} s")
         time.sleep(pause)
         pause = min(2 * pause, 60.0)
 
@@ -288,6 +302,14 @@ def _has_config(folder: Path) -> bool:
 
 def _has_safetensors(files: dict[str, int]) -> bool:
     return any(each.endswith(".safetensors") and "/" not in each for each in files)
+
+
+def _no_hub(source: str, name: str, error: Exception) -> str:
+    why = f"{source}: the Hub cannot be reached: {error or type(error).__name__}"
+    if Path(name).exists():
+        return why
+    # Of `lab/tiny` as model.path and of `hf://lab/tiny` the same is left here.
+    return f"{why}; if a folder was meant, there is no {name!r} here: create it, or write ./{name}"
 
 
 def _refused(source: str, error: Any) -> ArealError:

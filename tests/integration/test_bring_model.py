@@ -210,7 +210,9 @@ def test_fetch_when_the_hub_cannot_be_reached_then_the_deadline_ends_it_and_says
     code, said = job.run("hf://lab/tiny", HF_ENDPOINT=url, deadline=6.0)
     assert (code, job.is_ready) == (1, False)
     assert "trying again in" in said
-    assert "for the model (hf://lab/tiny" in said
+    assert "for the model (hf://lab/tiny: the Hub cannot be reached: " in said
+    assert "if a folder was meant, there is no 'lab/tiny' here: create it" in said
+    assert "write ./lab/tiny" in said
 
 
 def test_fetch_when_the_download_stands_still_then_the_deadline_ends_it(job: Job, hub: Hub) -> None:

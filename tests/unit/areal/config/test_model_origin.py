@@ -31,6 +31,15 @@ def test_find_model_when_asked_then_a_folder_wins_over_the_hub(
     assert (str(folder), source) == expected
 
 
+def test_find_model_when_it_is_below_models_then_it_is_a_folder_though_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is downloaded goes below models/, so the name must not change its meaning then."""
+    monkeypatch.chdir(tmp_path)
+    assert find_model("models/tiny", made=False) == (Path("models/tiny"), "")
+    assert find_model("hf://models/tiny", made=False)[1] == "hf://models/tiny"
+
+
 def test_find_model_when_the_recipe_makes_it_then_a_bare_name_is_a_folder() -> None:
     assert find_model("runs/tiny", made=True) == (Path("runs/tiny"), "")
     assert find_model("hf://lab/tiny", made=True)[1] == "hf://lab/tiny"
