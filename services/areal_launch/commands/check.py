@@ -16,7 +16,7 @@ def check(recipe: Path, config: Path | None, overrides: list[str], *, as_json: b
     """Prints what was found; returns the exit code."""
     began = time.monotonic()
     resolved = resolve_run(recipe, config, overrides)
-    findings = asyncio.run(check_recipe(resolved.config, model_later=resolved.prepare))
+    findings = asyncio.run(check_recipe(resolved.config, model_later=resolved.model_later))
     failed = [each for each in findings if each.verdict is CheckResult.FAILED]
     if as_json:
         print_json([asdict(each) for each in findings])

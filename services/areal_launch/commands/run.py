@@ -55,7 +55,7 @@ def run_on(
 
         cluster = RayCluster()
     else:
-        asyncio.run(refuse_failing(resolved.config, model_later=resolved.prepare))
+        asyncio.run(refuse_failing(resolved.config, model_later=resolved.model_later))
     return run_foreground(
         resolved,
         with_trainer=True,

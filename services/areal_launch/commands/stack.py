@@ -69,6 +69,13 @@ class Resolved:
     source: str = ""
     """Where the model is fetched from; "": it is not fetched."""
 
+    @property
+    def model_later(self) -> str:
+        """What brings the model when a run begins; "": it is there."""
+        if self.source:
+            return f"downloaded from {self.source}"
+        return "prepare_model creates it" if self.prepare else ""
+
 
 def resolve_run(
     recipe: Path, config: Path | None, overrides: list[str], *, with_trainer: bool = True

@@ -165,7 +165,7 @@ class LocalStack:
         if prepare:
             await self._prepare_model(source)
             if self.with_trainer:
-                await refuse_failing(self.config, model_later=False)
+                await refuse_failing(self.config, model_later="")
         if self.plan.inference and (why := missing_model(self.config)):
             raise CannotStart(why)
         began = time.monotonic()

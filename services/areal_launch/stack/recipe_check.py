@@ -48,12 +48,12 @@ class Finding:
         return f"{self.stage}{f' of {self.of!r}' if self.of else ''}: {self.said}"
 
 
-async def check_recipe(config: BaseExperimentConfig, *, model_later: bool) -> list[Finding]:
+async def check_recipe(config: BaseExperimentConfig, *, model_later: str) -> list[Finding]:
     """Sends the recipe's first row through workflow, reward and packing, in another process.
 
     Args:
         config: Resolved, with its recipe.
-        model_later: The recipe makes its model, which is not there yet.
+        model_later: What brings the model when a run begins; "": it is there.
     """
     # As torchrun gives them to a lone trainer; and a check is no run to record.
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "WANDB_MODE": "disabled"}
@@ -64,7 +64,7 @@ async def check_recipe(config: BaseExperimentConfig, *, model_later: bool) -> li
             name="check",
             argv=(
                 *(sys.executable, "-m", "areal_rollout.check", str(folder)),
-                *(["--model-later"] if model_later else []),
+                *([model_later] if model_later else []),
             ),
             log=folder / "output.txt",
             environment=environment,
@@ -106,7 +106,7 @@ def _finding(line: dict[str, Any]) -> Finding:
     return Finding(verdict=CheckResult(line["verdict"]), **said)
 
 
-async def refuse_failing(config: BaseExperimentConfig, *, model_later: bool) -> None:
+async def refuse_failing(config: BaseExperimentConfig, *, model_later: str) -> None:
     """Raises RecipeFailure, in one line, when the recipe's first row would fail."""
     if config.offline:  # no row passes a workflow or a reward
         return

@@ -1,4 +1,6 @@
-"""`python -m areal_rollout.check FOLDER`: the recipe of FOLDER/config.yaml, one row of it.
+"""`python -m areal_rollout.check FOLDER [WHAT_BRINGS_THE_MODEL]`: one row of a recipe.
+
+The experiment is FOLDER/config.yaml; its `recipe` names the recipe.
 
 Writes FOLDER/findings.jsonl (see `report.Report`) and, when it is ended for being late, its stacks
 to FOLDER/stacks.txt. A process of its own, which its caller can end: it runs the user's code.
@@ -25,8 +27,11 @@ MAIN_S = 30.0
 _TRAINER_ONLY = ("torch", "transformers", "safetensors")
 
 
-def check(config_file: Path, report: Report, *, model_later: bool) -> None:
-    """Reports on everything that can be reached."""
+def check(config_file: Path, report: Report, *, model_later: str) -> None:
+    """Reports on everything that can be reached.
+
+    `model_later`: what brings the model when a run begins; "": it is there.
+    """
     config: GRPOConfig = load_service_config(config_file)
     recipe = Recipe.read(Path(config.recipe))
     stand_ins = StandIns()
@@ -37,7 +42,7 @@ def check(config_file: Path, report: Report, *, model_later: bool) -> None:
     report.found("dataset", "ok", f"first row: {_short(shown.row)}")
     where = str(config.tokenizer_dir)
     if model_later:
-        report.found("tokenizer", "unknown", f"{where}: prepare_model creates it when a run begins")
+        report.found("tokenizer", "unknown", f"{where}: {model_later} when a run begins")
         return
     if not (config.tokenizer_dir / "tokenizer.json").is_file() and config.endpoints.rollout:
         report.found("tokenizer", "unknown", f"{where}: not here; only the rollout service has it")
@@ -99,11 +104,11 @@ def _short(row: object) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Parses the command line: the folder, and `--model-later` where there is no model yet."""
-    folder = Path(argv[0])
+    """Parses the command line: the folder and, where there is no model yet, what brings it."""
+    folder, later = Path(argv[0]), argv[1:]
     with (folder / "stacks.txt").open("w") as stacks:
         report = Report(folder / "findings.jsonl", stacks)
-        check(folder / "config.yaml", report, model_later="--model-later" in argv[1:])
+        check(folder / "config.yaml", report, model_later=" ".join(later))
         report.end()
 
 

@@ -63,7 +63,7 @@ def run(tmp_path: Path) -> Check:
     model.mkdir()
     save_tokenizer(model)
 
-    def checked(more: str = "", *, model_later: bool = False, **changes: Any) -> Findings:
+    def checked(more: str = "", *, model_later: str = "", **changes: Any) -> Findings:
         recipe = tmp_path / "recipe.py"
         recipe.write_text(RECIPE + textwrap.dedent(more))
         config = GRPOConfig(recipe=str(recipe), total_train_steps=1)
@@ -229,8 +229,9 @@ def test_check_when_main_cannot_be_followed_then_it_does_not_judge(
 
 
 def test_check_when_the_model_comes_later_then_rows_are_looked_at_and_no_more(run: Check) -> None:
-    findings = run(model_later=True)
+    findings = run(model_later="downloaded from hf://lab/tiny")
     assert verdicts(findings) == [("dataset", "ok"), ("tokenizer", "unknown")]
+    assert findings[1]["said"].endswith("downloaded from hf://lab/tiny when a run begins")
 
 
 def test_check_when_main_evaluates_first_then_that_row_is_checked_too(run: Check) -> None:
