@@ -167,7 +167,7 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
         step = f"step {first.step}"
         if first.cause is not None:
             step = f"{first.outcome} before {step}: {first.cause}"
-        console.print(f"{task_id}, {step}")
+        console.print(f"{task_id}, {step}", soft_wrap=True, markup=False)
         for one in (one for one in attempt if one.reward is not None):
             text = Text()
             for turn in folder.turns(one):

@@ -63,14 +63,23 @@ def make_table(*headers: str, numeric: Iterable[str] = ()) -> Table:
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
-    """Prints rows under headers."""
+    """Prints rows under headers.
+
+    Away from a terminal the first cell of a row is never broken: it is what programs, and people
+    who copy it, name the row by.
+    """
     from rich.console import Console
     from rich.text import Text
 
-    table = make_table(*headers)
+    table, console, longest = make_table(*headers), Console(), 0
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    Console().print(table)
+        cells = [Text(cell) if isinstance(cell, str) else cell for cell in row]
+        table.add_row(*cells)
+        longest = max(longest, cells[0].cell_len)
+    if not console.file.isatty():
+        table.columns[0].no_wrap = True
+        console.width += longest  # the other columns have the usual width for themselves
+    console.print(table)
 
 
 def state_word(state: TaskState) -> str:

@@ -325,6 +325,22 @@ def test_show_when_no_task_is_named_then_the_newest_step_as_a_table(run, capsys)
         show(str(run), "", 3, as_json=False)
 
 
+def test_show_when_it_goes_into_a_pipe_then_long_task_ids_are_on_one_line(
+    tmp_path, tiny_model, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    run, task = tmp_path / "x" / "y", "train/arithmetic-with-carry/" + "0123456789abcdef" * 5
+    run.mkdir(parents=True)
+    (run / "stack.json").write_text("{}")
+    writer = writer_of(run, model=str(tiny_model))
+    keep(writer, 1, group(task, 0.0, 1.0))
+    writer.close()
+    show(str(run), "", None, as_json=False)
+    assert f"{task}  2 " in capsys.readouterr().out
+    show(str(run), task, None, as_json=False)
+    assert f"{task}, step 1\n" in capsys.readouterr().out
+
+
 def test_show_when_a_task_is_named_then_its_texts_and_rewards(run, capsys):
     assert show(str(run), "odd", None, as_json=False) == 0
     out = capsys.readouterr().out
