@@ -90,7 +90,7 @@ class Executor:
         workflows: Workflows,
         tokenizer: Tokenizer,
         observer: Observer,
-        session_group: Callable[[Lease], Awaitable[TrajectoryGroup]],
+        session_group: Callable[[Lease], Awaitable[TrajectoryGroup | None]],
     ) -> None:
         """Takes what it calls; `session_group` builds the group of a session's ended attempts."""
         self._config = config

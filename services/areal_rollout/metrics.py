@@ -15,8 +15,8 @@ class RolloutMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._episodes = Counter(
             "areal_rollout_episodes",
-            "Episodes that ended, by outcome: completed, rejected, equal_rewards, workflow_error, "
-            "infrastructure, drain, lost.",
+            "Episodes that ended, by outcome: completed, rejected, equal_rewards, no_answer, "
+            "workflow_error, infrastructure, drain, lost.",
             ["outcome"],
             registry=registry,
         )
@@ -105,6 +105,7 @@ class RolloutMetrics:
                 "completed",
                 "rejected",
                 "equal_rewards",
+                "no_answer",
                 "workflow_error",
                 "infrastructure",
                 "drain",

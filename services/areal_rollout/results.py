@@ -35,12 +35,15 @@ class Rejected(StrEnum):
 
     BY_WORKFLOW = "rejected"
     EQUAL_REWARDS = "equal_rewards"
+    NO_ANSWER = "no_answer"
 
     @property
     def reason(self) -> str:
         """The reason for the ledger."""
         if self is Rejected.BY_WORKFLOW:
             return "arun_episode returned None"
+        if self is Rejected.NO_ANSWER:
+            return "its sessions ended without an answered call"
         return "all samples have the same reward"
 
 
@@ -154,13 +157,15 @@ def note_times(group: TrajectoryGroup, lease: Lease, ran_s: float, score_s: floa
     group.episode_s, group.score_s = ran_s, score_s
 
 
-def judge(group: TrajectoryGroup | None, lease: Lease, *, dynamic_sampling: bool) -> End:
+def judge(
+    group: TrajectoryGroup | None, lease: Lease, *, dynamic_sampling: bool
+) -> TrajectoryGroup | Rejection:
     """Returns the end of an episode that returned `group`.
 
     With `dynamic_sampling`, several samples to train on that all have the same reward are rejected.
     """
     if group is None:
-        return Rejection(Rejected.BY_WORKFLOW)
+        return Rejection(Rejected.NO_ANSWER if lease.attempts else Rejected.BY_WORKFLOW)
     if dynamic_sampling and lease.task.purpose is Purpose.TRAIN and len(group.trajectories) > 1:
         rewards = {trajectory.reward for trajectory in group.trajectories}
         return Rejection(Rejected.EQUAL_REWARDS, group) if len(rewards) == 1 else group

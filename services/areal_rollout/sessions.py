@@ -180,7 +180,7 @@ class Sessions:
                 found.outcome = reward
                 found.outcome_parts.clear()
                 found.outcome_parts.update(reward.parts)
-            await asyncio.to_thread(_trajectories, calls)  # what cannot be trained is told
+            await asyncio.to_thread(_trajectories, calls)  # a missing reward is reported now
         if await calls.end():
             return state.value
         task, token = task_from_pb(found.record.task), found.lease.token
@@ -193,24 +193,27 @@ class Sessions:
                 raise
             return state.value
 
-    async def group(self, lease: Lease) -> TrajectoryGroup:
-        """What those attempts of a session come to that have ended.
+    async def group(self, lease: Lease) -> TrajectoryGroup | None:
+        """What those attempts of a session come to that have ended; None: no call was answered.
 
         Raises:
             LeaseLost: The task has ended.
         """
         task_id, trajectories = lease.task.task_id, list[Trajectory]()
-        began_s = time.time()
+        ended, began_s = False, time.time()
         for attempt in range(lease.attempts):
             self._cache.drop((task_id, attempt))
             found, cached = await self._sessions.get(task_id, attempt), CachedCalls()
             if found.ended:
+                ended = True
                 began_s = found.record.submit_time.ToMilliseconds() / 1000
                 cached.add(found.calls)
                 each = LedgerCalls(self._sessions, found, attempt, cached)
                 trajectories += await asyncio.to_thread(_trajectories, each)
-        if not trajectories:  # its calls are released when it ends
+        if not ended:  # what it recorded is released when it ends
             raise LeaseLost(f"session {task_id}: it has ended meanwhile")
+        if not trajectories:
+            return None
         for index, trajectory in enumerate(trajectories):
             trajectory.trajectory_id = f"{task_id}.{lease.token}.{index}"
         group = TrajectoryGroup(task_id, trajectories, lease.task.traceparent)
@@ -225,7 +228,7 @@ class Sessions:
             await self._buffer.reject_task(task_id, token, end.why.reason, end.group)
             return TaskState.REJECTED.value
         try:
-            await self._buffer.complete_task(task_id, token, group, _WORKER)
+            await self._buffer.complete_task(task_id, token, end, _WORKER)
         except InvalidInput as error:
             detail = f"the ledger refuses the group: {error}"
             await self._buffer.return_task(
@@ -254,10 +257,10 @@ def _state(session_id: str, calls: LedgerCalls) -> dict[str, Any]:
 
 
 def _trajectories(calls: LedgerCalls) -> list[Trajectory]:
-    """Those of one attempt; raises InvalidInput if nothing of it can be trained."""
+    """Those of one attempt; none if no call was answered. Raises InvalidInput without a reward."""
     found = calls.found
     outcome = Score(found.outcome, found.outcome_parts) if found.HasField("outcome") else None
     try:
         return merge(calls.calls(), outcome).trajectories
-    except WorkflowError as error:
-        raise InvalidInput(f"{error}: expected at least one answered call") from None
+    except WorkflowError:  # the agent failed before its first answer
+        return []
