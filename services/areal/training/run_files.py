@@ -45,6 +45,9 @@ class RunFiles:
         self._results = run_dir / "trainer.json"
         self.rows = [row for row in self._read_rows() if row["step"] <= resume_step]
         write_atomically(self._metrics, b"".join(orjson.dumps(row) + b"\n" for row in self.rows))
+        # Open until `close`: a trainer that was replaced while it was stopped still appends to the
+        # file that its successor has replaced, not to the successor's.
+        self._appending = os.open(self._metrics, os.O_WRONLY | os.O_APPEND)
         self.results: dict[str, Any] = (
             json.loads(self._results.read_text()) if self._results.exists() else {}
         )
@@ -73,8 +76,11 @@ class RunFiles:
     def append_row(self, row: dict[str, Any]) -> None:
         """Adds the row of a finished step."""
         self.rows.append(row)
-        with self._metrics.open("ab") as file:
-            file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        os.write(self._appending, orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+
+    def close(self) -> None:
+        """Closes the rows' file."""
+        os.close(self._appending)
 
     def append_batch(
         self, *, step: int, incarnation: int, replay: bool, task_ids: Sequence[str]

@@ -258,6 +258,8 @@ class TrainerSession(Ranks):
             self.bridge.call(self.weight_sync.close(), "closing", timeout=2)
         self._checkpoints.close()
         self._rollouts.close()
+        if self._files is not None:
+            self._files.close()
         if self._tracker is not None:
             self._tracker.close()
         self.bridge.close()

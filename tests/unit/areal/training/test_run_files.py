@@ -14,6 +14,16 @@ def test_rows_when_resumed_then_lost_steps_are_dropped(tmp_path):
     assert [row["step"] for row in RunFiles(tmp_path, resume_step=3).rows] == [1, 2, 3]
 
 
+def test_rows_when_a_replaced_trainer_wakes_then_its_row_is_not_in_the_successors_file(tmp_path):
+    replaced = RunFiles(tmp_path, resume_step=0)
+    replaced.append_row({"step": 1})
+    successor = RunFiles(tmp_path, resume_step=1)
+    replaced.append_row({"step": 2})
+    successor.append_row({"step": 2, "reward/mean": 0.5})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 1}, {"step": 2, "reward/mean": 0.5}]
+
+
 def test_rows_when_the_last_line_was_cut_off_then_the_rest_is_kept(tmp_path):
     files = RunFiles(tmp_path, resume_step=0)
     files.append_row({"step": 1})
