@@ -299,9 +299,9 @@ class WeightUpdateMeta:
 
     @classmethod
     def from_disk(cls, path: str = "") -> WeightUpdateMeta:
-        """Returns the transport `disk` with a folder that all servers can read.
+        """Returns the transport `disk`, which publishes to a folder that all servers can read.
 
         Args:
-            path: The folder. "" means the configured transport and path instead.
+            path: The folder. If it is "", the configured transport and path are returned.
         """
         return cls(type="disk" if path else "", path=path)

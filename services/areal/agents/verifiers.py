@@ -61,10 +61,10 @@ def verifiers_rows(python: str, taskset: dict[str, Any], count: int) -> list[dic
 class VerifiersWorkflow(RolloutWorkflow):
     """Runs an environment of the `verifiers` package.
 
-    Each row gets `gconfig.n_samples` of the package's own episodes. The package's program,
-    EnvServer, runs these episodes and calls the model being trained. An episode of the package has
-    one or more traces; each trace is the record of one agent. If the environment marks an agent as
-    trainable, the agent's trace becomes trajectories with the trace's reward. The trajectories'
+    For each row, the package's program EnvServer runs `gconfig.n_samples` episodes, as the package
+    defines them, and calls the model being trained. An episode of the package has one or more
+    traces; each trace is the record of one agent. If the environment marks an agent as trainable,
+    the agent's trace becomes trajectories with the trace's reward. The trajectories'
     `reward_parts` are the values of the environment's reward functions before weighting.
 
     Example:
@@ -90,8 +90,9 @@ class VerifiersWorkflow(RolloutWorkflow):
             gconfig: Sampling parameters, which override the environment's own. `max_new_tokens`
                 limits each model call. None means the defaults of `GenerationHyperparameters`.
             tokenizer: Name or folder of the model's tokenizer on EnvServer's machine. If given,
-                EnvServer itself turns messages into token ids, with the package `renderers`, and
-                its traces have ids and logprobs. If None, AReaL applies the model's chat template.
+                EnvServer itself uses the package `renderers` to turn messages into token ids, and
+                EnvServer's traces have ids and logprobs. If None, AReaL applies the model's chat
+                template.
             timeout_s: Time limit of each of the package's episodes, in seconds.
             template: Variables for the chat template, such as `{"enable_thinking": False}`.
 

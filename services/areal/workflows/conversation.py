@@ -78,8 +78,8 @@ class Conversation:
 
         Raises:
             InvalidInput: There are no messages, a message has no role, a message has the role
-                `assistant` although the model has already answered, or the chat template refuses or
-                omits a message.
+                `assistant` (allowed only before the model's first answer), or the chat template
+                refuses or omits a message.
         """
         for index, message in enumerate(messages):
             if not isinstance(message, dict) or "role" not in message:
