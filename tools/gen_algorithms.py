@@ -111,7 +111,7 @@ CHECKS = [
         "count (in TRL it counts as a loss of 0).",
     ),
     Check(
-        "masked and truncated behavior weights, of tokens and of sequences",
+        "masked and truncated behavior weights of tokens and of sequences",
         "verl",
         ("reference_losses::behavior_weight",),
         "A sequence's weight is the product of its tokens' weights (in AReaL, their geometric "

@@ -59,10 +59,12 @@ def test_search_agent_when_run_then_documents_are_read_and_not_trained(tmp_path:
     assert len(rows) == 2
     trained = samples(stack, tmp_path / "runs/models/search-agent-seed0")
     assert {reward for _, _, reward in trained} <= {0.0, 1.0}
-    searched = [(said, read) for said, read, _ in trained if said.startswith("find ")]
+    # An answer that ends after "find " has no query, and its blank is stripped: it is no search.
+    searches = [(re.findall(r"find [^<]", said), read) for said, read, _ in trained]
+    searched = [(len(found), read) for found, read in searches if found]
     assert searched, "the warm start shows it how to search"
-    for said, read in searched:
-        assert read.count("<|user|>") == said.count("find ") + 1 or said.count("find ") == 3
+    for found, read in searched:
+        assert read.count("<|user|>") == found + 1 or found == 3
     assert any("parcel" in read for _, read in searched)
     assert not any("parcel" in said or "nothing" in said for said, _, _ in trained)
 
