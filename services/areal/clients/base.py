@@ -121,7 +121,8 @@ def _name(method: Any) -> str:
 class Client:
     """Base of the typed clients: one channel to one address, and a policy for each RPC.
 
-    Every call raises the class that the service raised, Unavailable, or WaitTimeout.
+    Every call raises the class that the service raised, Unavailable, or WaitTimeout. `close` cancels
+    the calls in flight; one that waits to be retried, and every later call, raises ArealError.
     """
 
     POLICIES: ClassVar[Policies] = {}
@@ -152,8 +153,10 @@ class Client:
         # Given with each call: an interceptor would cost every call a task of its own.
         self._metadata = tuple((k.lower(), v) for k, v in security.headers().items())
         self._timeout_s, self._retry_s = timeout_s, retry_s
+        self._closed = False
 
     async def close(self) -> None:
+        self._closed = True
         await self._channel.close(None)
 
     def policy(self, rpc: str) -> CallPolicy:
@@ -183,6 +186,7 @@ class Client:
         metadata = self._metadata + tracing.headers()
 
         async def once() -> ResponseT:
+            self._raise_if_closed(name)
             try:
                 return await method(
                     request, timeout=policy.timeout_s + max(0.0, wait_s), metadata=metadata
@@ -203,6 +207,7 @@ class Client:
         name = _name(method)
         since = time.monotonic()
         metadata = self._metadata + tracing.headers()
+        self._raise_if_closed(name)
         call = method(request, timeout=timeout_s, metadata=metadata)
         try:
             async for message in call:
@@ -211,3 +216,8 @@ class Client:
             raise from_rpc_error(error, name, self.address, since) from None
         finally:
             call.cancel()
+
+    def _raise_if_closed(self, name: str) -> None:
+        """Instead of gRPC, which raises a class that no caller expects."""
+        if self._closed:
+            raise errors.ArealError(f"{name} on {self.address}: this client is closed")

@@ -10,7 +10,7 @@ import pytest
 from tests.buffer_client import BufferClient
 from tests.ledger_support import make_group
 
-from areal.errors import Unavailable, WaitTimeout
+from areal.errors import ArealError, Unavailable, WaitTimeout
 from areal.protocol.leases import TakeState
 from areal.protocol.trajectories import pack_group
 from areal.v1 import buffer_service_pb2 as pb
@@ -134,3 +134,19 @@ async def test_call_when_it_may_not_be_made_twice_then_no_client_retries_it(
     with pytest.raises(Unavailable, match="Redis is away"):
         await service.client(retry_s=30.0).lease_tasks("w", 1, 0.0)
     assert service.flaky.calls == 1
+
+
+async def test_close_when_a_call_is_being_retried_then_that_call_ends_with_one_line(
+    service: Service,
+) -> None:
+    """A trainer that fails closes its clients while a thread still asks the ledger."""
+    service.flaky.moods = ["away"] * 99
+    client = service.client(retry_s=30.0)
+    call = asyncio.create_task(client.get_stats())
+    while not service.flaky.calls:
+        await asyncio.sleep(0.01)
+    await client.close()
+    with pytest.raises(ArealError, match=r"^GetStats on .*: this client is closed$"):
+        await asyncio.wait_for(call, 10.0)
+    with pytest.raises(ArealError, match=r"^FetchGroups on .*: this client is closed$"):
+        await client.fetch_groups(1, 1, ["a"])
