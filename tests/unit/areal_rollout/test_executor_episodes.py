@@ -37,10 +37,12 @@ async def test_session_when_leased_then_the_group_of_its_ended_attempts_is_hande
     async with Rig() as rig:
         group = TrajectoryGroup("kept", [])
         errors = {"away": Unavailable("buffer"), "bad": InvalidInput("no reward")}
-        rig.sessions.update(kept=group, **errors)
+        rig.sessions.update(kept=group, silent=None, **errors)
         rig.ledger.add(*[replace(lease(name, workflow="x"), attempts=3) for name in rig.sessions])
-        await rig.ended(3)
+        await rig.ended(4)
     assert rig.ledger.completed == {"kept": group}
+    assert rig.ledger.rejected == {"silent": "its sessions ended without an answered call"}
+    assert rig.observer.outcomes["no_answer"] == 1
     causes = {name: cause for name, (cause, _) in rig.ledger.returned.items()}
     assert causes == {"away": ReturnCause.INFRASTRUCTURE, "bad": ReturnCause.WORKFLOW_ERROR}
     assert not rig.generation.requests
