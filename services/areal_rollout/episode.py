@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,7 +67,7 @@ class EpisodeEngine:
         self._min_version = min_version
         self._avoid = avoid
         self._replay = replay
-        self._seen: Counter[str] = Counter()
+        self._seen: dict[str, int] = {}
         self._calls: list[tuple[LLMRequest, LLMResponse]] = []
         self._running: set[asyncio.Task[Any]] = set()
         self._score_s = 0.0
@@ -176,9 +175,9 @@ class EpisodeEngine:
         """What an earlier attempt has of this call; else an empty response."""
         if self._replay:
             digest = journal.request_digest(request)
-            key = (digest, self._seen[digest])
-            self._seen[digest] += 1
-            kept = self._replay.pop(key, None)
+            seen = self._seen.get(digest, 0)
+            self._seen[digest] = seen + 1
+            kept = self._replay.pop((digest, seen), None)
             if kept is not None:
                 kept.input_tokens, kept.images = list(request.input_ids), request.images
                 return kept
