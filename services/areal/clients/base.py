@@ -121,8 +121,9 @@ def _name(method: Any) -> str:
 class Client:
     """Base of the typed clients: one channel to one address, and a policy for each RPC.
 
-    Every call raises the class that the service raised, Unavailable, or WaitTimeout. `close` cancels
-    the calls in flight; one that waits to be retried, and every later call, raises ArealError.
+    Every call raises the class that the service raised, Unavailable, or WaitTimeout. `close`
+    cancels the calls in flight; one that waits to be retried, and every later call, raises
+    ArealError.
     """
 
     POLICIES: ClassVar[Policies] = {}

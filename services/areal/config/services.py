@@ -37,7 +37,8 @@ class ModelConfig:
     path: str = ""
     """A Hugging Face model directory; a relative path is resolved against the working directory.
     `areal run` also accepts `org/name[@revision]` (a model on the Hugging Face Hub) and
-    `s3://bucket/folder` (gs://, az://), and downloads the model into `models/` first."""
+    `s3://bucket/folder` (gs://, az://), and downloads the model into `models/` first. With a recipe
+    that can create its model, and on Kubernetes, write `hf://org/name`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the inference servers and of published weights: `float32`, `bfloat16`, or `auto`
     (bfloat16 on GPUs, the checkpoint's dtype on CPUs)."""

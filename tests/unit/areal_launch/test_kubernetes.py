@@ -92,7 +92,7 @@ def test_values_when_allocated_then_pods_and_gpus_follow(
     [
         ("hf://Qwen/Qwen3-0.6B@v1", "models/Qwen--Qwen3-0.6B@v1", "hf://Qwen/Qwen3-0.6B@v1"),
         ("s3://lab/models/qwen", "models/lab--models--qwen", "s3://lab/models/qwen"),
-        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None),
+        ("./Qwen/Qwen3-0.6B", "./Qwen/Qwen3-0.6B", None),
     ],
 )
 def test_model_when_it_has_an_address_then_the_cluster_fetches_it(
@@ -101,6 +101,11 @@ def test_model_when_it_has_an_address_then_the_cluster_fetches_it(
     config = make(tmp_path, f"model.path={path}")
     assert yaml.safe_load(experiment_to_send(config))["model"]["path"] == folder
     assert allocation_values(config).get("prepare", {}).get("source") == source
+
+
+def test_model_when_it_may_be_on_the_hub_or_the_volume_then_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected hf://Qwen/Qwen3-0.6B or ./Qwen/Qwen3-0.6B"):
+        allocation_values(make(tmp_path, "model.path=Qwen/Qwen3-0.6B"))
 
 
 def test_experiment_when_sent_then_only_what_was_chosen_goes(tmp_path: Path) -> None:

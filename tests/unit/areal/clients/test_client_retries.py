@@ -9,6 +9,7 @@ import grpc
 import pytest
 from tests.buffer_client import BufferClient
 from tests.ledger_support import make_group
+from tests.waiting import until
 
 from areal.errors import ArealError, Unavailable, WaitTimeout
 from areal.protocol.leases import TakeState
@@ -143,8 +144,7 @@ async def test_close_when_a_call_is_being_retried_then_that_call_ends_with_one_l
     service.flaky.moods = ["away"] * 99
     client = service.client(retry_s=30.0)
     call = asyncio.create_task(client.get_stats())
-    while not service.flaky.calls:
-        await asyncio.sleep(0.01)
+    await until(lambda: service.flaky.calls > 0)
     await client.close()
     with pytest.raises(ArealError, match=r"^GetStats on .*: this client is closed$"):
         await asyncio.wait_for(call, 10.0)

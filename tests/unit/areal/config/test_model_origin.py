@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal.config.model_origin import find_model
+from areal.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,15 @@ def test_find_model_when_it_is_below_models_then_it_is_a_folder_though_there_is_
     assert find_model("hf://models/tiny", made=False)[1] == "hf://models/tiny"
 
 
-def test_find_model_when_the_recipe_makes_it_then_a_bare_name_is_a_folder() -> None:
-    assert find_model("runs/tiny", made=True) == (Path("runs/tiny"), "")
+def test_find_model_when_the_recipe_creates_it_then_a_name_that_may_be_the_hubs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a run with the name of a real model trains the recipe's tiny one instead."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"expected hf://lab/tiny or \./lab/tiny"):
+        find_model("lab/tiny", made=True)
     assert find_model("hf://lab/tiny", made=True)[1] == "hf://lab/tiny"
+    for folder in ("./lab/tiny", "models/tiny", "tiny", "runs/models/tiny"):
+        assert find_model(folder, made=True) == (Path(folder), "")
+    (tmp_path / "lab").mkdir()
+    assert find_model("lab/tiny", made=True) == (Path("lab/tiny"), "")
