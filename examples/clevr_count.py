@@ -2,7 +2,7 @@
 
     areal run examples/clevr_count.py                      # up to 2 squares, on a laptop's CPU
     areal run examples/clevr_count.py control=true         # control run: shuffled rewards
-    areal run examples/clevr_count.py model.path=Qwen/Qwen2.5-VL-3B-Instruct most=5 \
+    areal run examples/clevr_count.py model.path=hf://Qwen/Qwen2.5-VL-3B-Instruct most=5 \
         model.context_length=2048 gconfig.max_new_tokens=256
 
 Rows have `images`. Servers and trainer get the same files and turn them into the same patches, and

@@ -1,8 +1,8 @@
 r"""Distillation: a student learns what its teacher would say, without servers or rollouts.
 
     areal run examples/distill.py                          # two tiny models, generated rows, a CPU
-    areal run examples/distill.py model.path=Qwen/Qwen2.5-0.5B teacher=/models/Qwen2.5-7B-Instruct \
-        train_dataset.path=chats.jsonl actor.optimizer.lr=1e-5
+    areal run examples/distill.py model.path=hf://Qwen/Qwen2.5-0.5B \
+        teacher=/models/Qwen2.5-7B-Instruct train_dataset.path=chats.jsonl actor.optimizer.lr=1e-5
     areal run examples/distill.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
 Rows are chats: {"messages": [{"role", "content"}, …]}; the last ones are held out. In the

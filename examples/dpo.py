@@ -2,7 +2,7 @@ r"""DPO, IPO or SimPO: a model learns from pairs of answers, without servers or 
 
     areal run examples/dpo.py                              # a tiny model, generated pairs, a CPU
     areal run examples/dpo.py loss=simpo                   # dpo, ipo or simpo
-    areal run examples/dpo.py model.path=Qwen/Qwen2.5-0.5B-Instruct \
+    areal run examples/dpo.py model.path=hf://Qwen/Qwen2.5-0.5B-Instruct \
         train_dataset.path=pairs.jsonl actor.optimizer.lr=1e-6 beta=0.1
     areal run examples/dpo.py actor.lora={} actor.optimizer.lr=3e-3   # the reference is the actor
                                                                       # without its adapters

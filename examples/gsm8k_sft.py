@@ -1,7 +1,7 @@
 r"""Fine-tuning on worked answers to grade-school mathematics, without servers or rollouts.
 
     areal run examples/gsm8k_sft.py                        # a tiny model, generated problems, a CPU
-    areal run examples/gsm8k_sft.py model.path=Qwen/Qwen2.5-0.5B \
+    areal run examples/gsm8k_sft.py model.path=hf://Qwen/Qwen2.5-0.5B \
         train_dataset.path=hf://openai/gsm8k/main actor.optimizer.lr=1e-5   # or a folder
     areal run examples/gsm8k_sft.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 

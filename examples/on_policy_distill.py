@@ -2,12 +2,12 @@ r"""On-policy distillation: a student answers, and learns what its teacher would
 
     areal run examples/on_policy_distill.py                # two tiny models, on a laptop's CPU
     areal run examples/on_policy_distill.py teacher=http://gpu-7:30000 \
-        model.path=Qwen/Qwen3-0.6B actor.optimizer.lr=1e-5 gconfig.max_new_tokens=1024
+        model.path=hf://Qwen/Qwen3-0.6B actor.optimizer.lr=1e-5 gconfig.max_new_tokens=1024
 
 Servers sample the student's answers. At each token of an answer the student learns the
 probabilities of the teacher's `k` likeliest tokens. `teacher` is a model folder, which the
-trainer loads as a frozen model, or the URL of a server of SGLang or `areal serve`. Both models must
-have the same vocabulary. No reward is needed: the sums are scored only to show progress.
+trainer loads as a frozen model, or the URL of an SGLang server or of `areal serve`. Both models
+must have the same vocabulary. No reward is needed: the sums are scored only to show progress.
 """
 
 from dataclasses import dataclass

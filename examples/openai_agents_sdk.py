@@ -4,10 +4,10 @@
     areal run examples/openai_agents_sdk.py                 # trains on a laptop's CPU
     areal run examples/openai_agents_sdk.py control=true    # control run: shuffled rewards
 
-`agent` stands for code that you already have: the SDK's Runner asks the model, and asks again if
-the answer is wrong. `run` gives it a base URL and a key, and returns the reward. Every call is
-recorded with the token ids that the model sampled, and training uses exactly these ids. To use
-/v1/responses, replace `OpenAIChatCompletionsModel` with `OpenAIResponsesModel`.
+`agent` stands for code that you already have: it asks the model through the SDK's Runner, and asks
+again if the answer is wrong. `run` gives it a base URL and a key, and returns the reward. Every
+call is recorded with the token ids that the model sampled, and training uses exactly these ids. To
+use /v1/responses, replace `OpenAIChatCompletionsModel` with `OpenAIResponsesModel`.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
     areal run examples/outside_agents.py                                  # waits for agents
     python examples/outside_agents.py http://127.0.0.1:PORT $(areal token)   # the agents
 
-`areal run` prints the address of the gateway, which is that of the dashboard. `attempt` stands for
+`areal run` prints the gateway's address, which is also the dashboard's. `attempt` stands for
 code that you already have: it calls a model with the `openai` package. `play` opens a session for
 each attempt and ends it with the attempt's reward, the share of digits in the answers.
 """

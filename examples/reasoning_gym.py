@@ -3,7 +3,7 @@ r"""GRPO on a task of reasoning-gym, from easy questions to hard ones.
     pip install reasoning-gym==0.1.25
     areal run examples/reasoning_gym.py                    # short words, spelled backward, on a CPU
     areal run examples/reasoning_gym.py control=true       # control run: shuffled rewards
-    areal run examples/reasoning_gym.py model.path=Qwen/Qwen2.5-1.5B-Instruct \
+    areal run examples/reasoning_gym.py model.path=hf://Qwen/Qwen2.5-1.5B-Instruct \
         task=basic_arithmetic options={} model.context_length=2048 gconfig.max_new_tokens=512
 
 The library reasoning-gym creates the questions and scores the answers. Any of its tasks works. The

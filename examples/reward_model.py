@@ -1,7 +1,7 @@
 r"""A reward model trained on pairs of answers (Bradley-Terry), without servers or rollouts.
 
     areal run examples/reward_model.py                     # a tiny model, generated pairs, a CPU
-    areal run examples/reward_model.py model.path=Qwen/Qwen2.5-0.5B \
+    areal run examples/reward_model.py model.path=hf://Qwen/Qwen2.5-0.5B \
         train_dataset.path=pairs.jsonl actor.optimizer.lr=1e-5
     areal run examples/reward_model.py actor.lora={} actor.optimizer.lr=3e-3
 
