@@ -159,23 +159,23 @@ def render(rows: list[Row]) -> str:
         f"{transformers.__version__} provides",
         "(`AutoModelForCausalLM`). If a tiny version of a model can be made, that version was "
         "tested with",
-        "large random weights. The trainer packs sequences end to end and computes common prefixes "
-        "once. The",
-        "test compares the trainer's results with those of plain eager transformers, which gets "
-        "one sequence",
-        "at a time.",
-        "**Correct** means that in float32, every logprob differs by at most "
-        f"{LOGPROB_TOLERANCE:g} nats, and the gradient",
-        f"by at most {GRADIENT_TOLERANCE:g} of its norm.",
+        "random weights that are large enough for errors to show. The trainer packs sequences end "
+        "to end and",
+        "computes common prefixes once. The test compares the trainer's results with those of "
+        "plain eager",
+        "transformers, which gets one sequence at a time. **Correct** means that in float32, every "
+        "logprob",
+        f"differs by at most {LOGPROB_TOLERANCE:g} nats, and the gradient by at most "
+        f"{GRADIENT_TOLERANCE:g} of its norm.",
         "",
         "Whatever this page says, each run repeats the comparison with its own weights before it "
-        "trains. If the",
-        "model is big, the run compares only the first layers. If the results differ, the run "
-        "stops with a",
-        "one-line error. So a new architecture, custom model code, or a different version of "
-        "transformers cannot",
-        "silently make training incorrect. `areal doctor FOLDER` makes the same comparison "
-        "without a run.",
+        "trains. If",
+        "the model is big, the run compares only the first layers. If the results differ, the run "
+        "stops with",
+        "a one-line error. So a new architecture, custom model code, or a different version of",
+        "transformers cannot silently make training incorrect. `areal doctor FOLDER` makes the "
+        "same",
+        "comparison without a run.",
         "",
         f"## Correct ({count(RIGHT)})",
         "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import fields
 from typing import Any
 
@@ -181,7 +182,8 @@ def tiny_model(model_type: str, seed: int) -> Any:
     except NotTried:
         raise
     except Exception as error:
-        raise NotTried(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}") from error
+        said = textwrap.shorten(str(error), 120, placeholder=" …")
+        raise NotTried(f"{type(error).__name__}: {said}") from error
     if size > LARGEST:
         raise NotTried(f"{size / 1e6:.0f} M parameters at its smallest")
     torch.manual_seed(seed)

@@ -122,7 +122,7 @@ def _markdown(faults: Sequence[Fault], *, seed: int, ranks: int, cores: int) -> 
             times = " | ".join(_seconds(row, key) for key in ("ready", "pause"))
             yield f"| {kind} | {row['times']} | {times} | {sees} | {lost or 'nothing'} |"
     yield ""
-    yield "| stopped (SIGSTOP) for 1 to 20 s | times | ready after SIGCONT | training paused |"
+    yield "| stopped (SIGSTOP) for 1 to 20 s | times | ready after SIGCONT, median (worst) | training paused, median (worst) |"  # noqa: E501
     yield "|---|---|---|---|"
     for kind in SEEN:
         those = [f for f in faults if _kind(f.victim) == kind and f.action != KILL]

@@ -29,8 +29,8 @@ rows of the tables are defined in [tools/learn/table.py](../tools/learn/table.py
 - **criterion**: the goal of a run. `heldout_before` and `heldout_after` are the mean rewards on
   held-out rows before and after training. A control run must not improve.
 - **before, after, value**: the measured results, and the value that the criterion compares.
-- **seconds, in time**: the duration of each run, including the time to start the services and to
-  create the model, and the number of runs that took at most 600 s. The seconds of an interrupted
+- **seconds, in time**: the duration of each run (including the time to start the services and to
+  create the model), and the number of runs that took at most 600 s. The seconds of an interrupted
   run are those since its last start; seed 0 of reasoning-gym is such a run.
 - **load**: the machine's load average, over one minute at the start and over 15 minutes at the end.
   If the load was above about 4, other work ran at the same time; the seconds are then an upper
@@ -38,10 +38,10 @@ rows of the tables are defined in [tools/learn/table.py](../tools/learn/table.py
 - **seeds marked `*`**: the run used an earlier revision of the recipe or its settings; `make learn`
   runs it again.
 
-The runs in "Algorithms" were made when the default of `actor.behavior_weight_mode` was
-`token_mask`. SFT and distillation have no row with LoRA, because their models start from random
-weights, which LoRA keeps frozen. With LoRA, SFT reached a loss of 3.4, and distillation closed a
-quarter of the gap to its teacher.
+The runs in "Algorithms" were made when the default of `actor.behavior_weight_mode` was `token_mask`
+(now `token_truncate`). SFT and distillation have no row with LoRA, because their models start from
+random weights, which LoRA keeps frozen. With LoRA, SFT reached a loss of 3.4, and distillation
+closed a quarter of the gap to its teacher.
 """
 
 
@@ -145,7 +145,7 @@ def _packages(row: Row) -> str:
     """What must be done before the row's command, e.g. `; needs build/x on PYTHONPATH (…)`."""
     if not row.packages:
         return ""
-    return f"; needs {row.packages} on PYTHONPATH (`{PACKAGES[row.packages]}` fills it)"
+    return f"; needs {row.packages} on PYTHONPATH (`{PACKAGES[row.packages]}` creates this folder)"
 
 
 def _servers(row: Row) -> str:

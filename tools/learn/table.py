@@ -35,7 +35,7 @@ class Measure:
         """E.g. `heldout_after - heldout_before >= 0.3`."""
         what = f"{self.after} - {self.before}" if self.before else self.after
         if self.goal:
-            what = f"share of {self.before} - {self.goal} closed"
+            what = f"({self.before} - {self.after}) / ({self.before} - {self.goal})"
         bounds = [f">= {self.least}"] if self.least is not None else []
         bounds += [f"<= {self.most}"] if self.most is not None else []
         return f"{what} {' and '.join(bounds)}" if bounds else what
