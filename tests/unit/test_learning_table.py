@@ -129,7 +129,7 @@ def test_row_when_it_needs_packages_then_the_page_says_so_and_it_does_not_run_wi
     shown = page._settings([(row, {}), (GRPO, {})])
     assert (
         "openai_agents_sdk.py`, 1 server; needs build/agents-sdk on PYTHONPATH "
-        "(`make test-agents-sdk` fills it)\n" in shown
+        "(`make test-agents-sdk` creates this folder)\n" in shown
     )
     assert shown.endswith("algorithm=grpo`, 2 servers\n")
     monkeypatch.setattr(learn, "ROOT", tmp_path)
