@@ -153,9 +153,9 @@ def redis(size, storage_class="fast"):
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("redis.size=50Gi", "redis.size 50Gi: it is 20Gi, and a StatefulSet's claims cannot"),
+        ("redis.size=50Gi", "redis.size 50Gi: the claim has 20Gi, and a StatefulSet's claims"),
         ("redis.size=50Gi", "delete statefulset areal-redis --cascade=orphan"),
-        ("redis.storageClass=slow", "redis.storageClass slow: it is fast"),
+        ("redis.storageClass=slow", "redis.storageClass slow: the claim has fast"),
     ],
 )
 def test_redis_when_its_claim_would_change_then_it_is_refused_with_the_way_out(setting, sentence):

@@ -31,8 +31,8 @@ MISTAKES = [
         "redis.enabled=false,redis.externalUrl=redis://:secret@r:6379",
         "readable in a ConfigMap: put it into the Secret",
     ),
-    ("buffer.enabled=false", "set overrides.endpoints.buffer to the one that shall be used"),
-    ("sglang.enabled=false", "set overrides.endpoints.inference to the one"),
+    ("buffer.enabled=false", "set overrides.endpoints.buffer to the address of the one to use"),
+    ("sglang.enabled=false", "set overrides.endpoints.inference to the address"),
     (
         "reward.autoscaling.enabled=true,reward.autoscaling.minReplicas=9",
         "minReplicas 9 is above maxReplicas 8",

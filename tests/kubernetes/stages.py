@@ -128,7 +128,7 @@ class Run:
         self.notes.append(
             "Time from the start of a service's container until its pod was ready: "
             + ", ".join(f"{name} {s:.0f} s" for name, s in slowest.items())
-            + f". The whole release: {seconds:.0f} s, including {made:.0f} s to create the model."
+            + "."
         )
         return f"ready after {seconds:.0f} s, including {made:.0f} s to create the model"
 
