@@ -93,4 +93,4 @@ async def check(address: str, allowed: Security) -> str:
     for what, code in answers.items():
         if code != expected.get(what, "UNAVAILABLE"):
             raise Failed(f"{address}, {what}: answered {code}")
-    return f"{SUMS} tasks delivered; clients refused with {', '.join(answers)}"
+    return f"{SUMS} tasks delivered; refused: clients with {', '.join(answers)}"
