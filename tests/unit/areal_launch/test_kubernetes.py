@@ -104,7 +104,7 @@ def test_model_when_it_has_an_address_then_the_cluster_fetches_it(
 
 
 def test_model_when_it_may_be_on_the_hub_or_the_volume_then_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected hf://Qwen/Qwen3-0.6B or ./Qwen/Qwen3-0.6B"):
+    with pytest.raises(ConfigError, match=r"expected hf://Qwen/Qwen3-0\.6B or \./Qwen"):
         allocation_values(make(tmp_path, "model.path=Qwen/Qwen3-0.6B"))
 
 
