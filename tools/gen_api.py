@@ -47,7 +47,7 @@ These types appear in signatures:
 | `StopReason` | why an answer ended: `"stop"`, `"length"`, `"abort"` or `"tool_calls"` |
 | `RowLoader` | a `StatefulLoader`, or another iterator of (epoch, index, row) that has `seek` |
 | `Unit` | an example for `OfflineTrainer`: a sequence, or a pair of chosen and rejected sequences |
-| `LossFn` | (logprobs [T], entropies [T], micro-batch) -> (sum over loss tokens, statistics) |
+| `LossFn` | (logprobs [T], entropies [T], micro-batch) -> (loss summed over tokens, statistics) |
 | `LossWeightFn` | micro-batch -> the amount that this micro-batch adds to the divisor of the loss |
 | `Head` | `areal.engines.model.heads.Head`: computes the inputs of a loss from hidden states |
 | `HostTensor` | a tensor as bytes in CPU memory |

@@ -230,7 +230,7 @@ class Trajectory:
     """Token ids of the prompt, the answers, and the context between them."""
     loss_mask: npt.NDArray[np.bool_]
     """True on the sampled tokens that this trajectory's loss covers; False on all others: prompts,
-    tool results, and answers that the loss of another trajectory of the same session covers."""
+    tool results, and answers that the loss of another trajectory of the same agent run covers."""
     behavior_logprobs: npt.NDArray[np.float32]
     """Logprob of each token under the weights that sampled it; 0 where `loss_mask` is False."""
     token_versions: npt.NDArray[np.int32]

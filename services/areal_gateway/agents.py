@@ -95,7 +95,7 @@ def add_agents(
 
     @app.post("/v1/sessions", tags=["sessions"])
     async def open_session(request: Request, body: OpenIn | None = None) -> Response:
-        """Opens a session for an agent, or n of them; 429 with Retry-After where it must wait.
+        """Opens n sessions for an agent; 429 with Retry-After if there is no room for them yet.
 
         A request that is repeated with the same header `Idempotency-Key` gets the same sessions.
         """

@@ -146,7 +146,7 @@ def _add_pages(app: FastAPI, metrics: GatewayMetrics) -> None:
 
     @app.get("/healthz", tags=["operations"])
     async def healthz() -> Json:
-        """Whether this process serves; says nothing of the others (see /v1/status)."""
+        """Whether this process serves; see /v1/status for the other services."""
         return Json({"service": "gateway", "serving": True})
 
     @app.get("/metrics", include_in_schema=False)
@@ -205,7 +205,7 @@ def _add_tasks(app: FastAPI, rollout: RolloutClient | None) -> None:
 
     @app.post("/v1/tasks", tags=["tasks"])
     async def submit(body: SubmitIn) -> Json:
-        """Queues tasks. Idempotent by task_id: `accepted` is false for one known before."""
+        """Queues tasks. Idempotent by task_id: `accepted` is false for a known id."""
         tasks = [task_from_model(task) for task in body.tasks]
         accepted = await calls().submit_tasks(tasks)
         pairs = zip(tasks, accepted, strict=True)
@@ -242,7 +242,7 @@ def _add_tasks(app: FastAPI, rollout: RolloutClient | None) -> None:
 def _add_dead_letters(app: FastAPI, admin: BufferAdmin | None) -> None:
     @app.get("/v1/dead-letters", tags=["tasks"])
     async def dead_letters(limit: int = Query(100, ge=1, le=1000)) -> Json:
-        """Tasks that were given up, newest first: records with `cause` and `traceback`."""
+        """Tasks that failed permanently, newest first: records with `cause` and `traceback`."""
         if admin is None:
             raise Unavailable("endpoints.buffer '': this gateway has no ledger")
         letters = await admin.list_dead_letters(limit)

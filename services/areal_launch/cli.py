@@ -76,7 +76,10 @@ Overrides = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", help="Experiment file; default: the recipe's path with suffix .yaml."),
+    typer.Option(
+        "--config",
+        help="Experiment file; default: the recipe's path with suffix .yaml, if it exists.",
+    ),
 ]
 Run = Annotated[
     Path | None,
@@ -149,7 +152,7 @@ def evaluate(
     json: Json = False,
     accept_changes: AcceptChanges = False,
 ) -> int:
-    """Evaluate a model without training: it answers rows, and a reward function scores the answers.
+    """Evaluate a model without training: a reward function scores its answers to dataset rows.
 
     For example: areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct rows=200. The
     recipe is examples/eval_only.py.
@@ -377,7 +380,7 @@ def submit(
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for all tasks to finish.")] = False,
     timeout: Annotated[
-        float, typer.Option(help="Time limit for the whole command, in s.")
+        float, typer.Option(help="Time limit for the whole command, in seconds.")
     ] = 3600.0,
     json: Json = False,
 ) -> int:
@@ -432,7 +435,7 @@ def export(
     ] = None,
     run: RolloutsOf = "",
 ) -> int:
-    """Write the trajectories that a run trained on to one file."""
+    """Write a file with the trajectories that a run trained on."""
     from areal_launch.commands.rollouts import export as export_rollouts
 
     return export_rollouts(run, to, kind.value, first, last)

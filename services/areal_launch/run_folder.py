@@ -64,7 +64,7 @@ class RunFolder:
                     os.close(descriptor)
                     raise CannotStart(
                         f"run folder {str(self.path)!r}: a stack of this trial "
-                        f"{'runs already' if alive else 'is still being cleaned up'} "
+                        f"{'is already running' if alive else 'is still being cleaned up'} "
                         f"(pid {pid}); stop it with `areal down`, or choose another trial_name"
                     ) from None
                 # Bounded: the holder is a guard, which needs at most its grace period.

@@ -61,7 +61,7 @@ class RolloutConfig:
     reward: str = ""
     weight_sync: str = ""
     trainer: str = ""
-    """Empty: a recommendation of servers rests on generation alone."""
+    """Empty: a recommendation of servers rests only on generation."""
     tokenizer_dir: Path = Path()
     model_dir: Path = Path()
     context_length: int = 0

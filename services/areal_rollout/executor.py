@@ -51,7 +51,7 @@ _WHO_STARVES = {
     "no_server": "weight-sync: no server takes traffic",
     "ledger": "buffer",
     "admission": "trainer",
-    "queue": "a client to submit",
+    "queue": "a client that submits tasks",
 }
 
 
@@ -243,7 +243,7 @@ class Executor:
             name = episode.lease.task.workflow.name
             episode.overdue = (
                 f"episode of workflow {name!r} ran longer than {limit:g} s (4 x "
-                f"rollout.request_timeout_s); it waits at {line}",
+                f"rollout.request_timeout_s); it was waiting at {line}",
                 stack,
             )
             self._stop(episode, Stop.OVERDUE)

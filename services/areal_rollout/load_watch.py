@@ -4,7 +4,7 @@
 |-----|---------------|----------------------------|-------------------------|
 | run | GetStatus     | a new step row, at most 5 s| the trainer, its answer |
 
-Without a trainer (it is away, or there is none) generation alone counts; the log and
+Without a trainer (it is away, or there is none) only generation counts; the log and
 `areal_rollout_training_known` say so.
 """
 
@@ -74,9 +74,7 @@ class LoadWatch:
             # Starting, or restarting: the next answer has its rows.
             self._known = False
             if not self._said:
-                self._log.warning(
-                    "trainer_unreachable", error=str(error), counts="generation alone"
-                )
+                self._log.warning("trainer_unreachable", error=str(error), counts="only generation")
                 self._said = True
             return
         if self._said:

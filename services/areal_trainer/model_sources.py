@@ -149,7 +149,7 @@ def copy(source: Path, model: Path) -> None:
         Unavailable: The volume is full, or another failure of a disk: try again.
     """
     if not source.is_dir():
-        raise InvalidInput(f"prepare.source: no folder {source.name!r} on that claim")
+        raise InvalidInput(f"prepare.source: no folder {source.name!r} on that claim's volume")
     try:
         for file in sorted(source.rglob("*")):  # links, as in the Hub's cache, are followed
             relative = file.relative_to(source)

@@ -54,7 +54,7 @@ class WeightSyncMetrics(Collector):
                 if current is None or server.version == current.version:
                     continue
                 since = max(since, current.publish_time)
-                detail = f"version {current.version}, it has {server.version}"
+                detail = f"version {current.version}; it still has {server.version}"
             yield Wait("server", server.url, max(0.0, time.time() - since), detail)
 
     def collect(self) -> Iterable[Metric]:

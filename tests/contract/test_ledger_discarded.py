@@ -40,7 +40,7 @@ async def test_tasks_when_they_end_untrained_then_the_next_step_has_each_with_it
     ends = [
         ("easy", "rejected", "equal", True),
         ("none", "rejected", "arun_episode returned None", False),
-        ("broken", "dead_lettered", "workflow_error after 2: KeyError", False),
+        ("broken", "dead_lettered", "workflow_error after 2 attempts: KeyError", False),
     ]
     assert await discarded(book, 1) == ends  # of the step that has no batch yet: so far
     await book.complete("lost", leases["lost"])

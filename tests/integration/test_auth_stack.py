@@ -286,7 +286,7 @@ async def test_dashboard_when_opened_in_a_browser_then_a_form_takes_the_token_on
             assert reply.status == 200
         status, text = await post("incorrect")
         assert status == 401
-        assert "Not this token" in text
+        assert "Wrong token" in text
         assert not len(jar)
         status, text = await post(TOKEN)
         assert status == 303

@@ -184,7 +184,8 @@ async def test_return_reject_and_dead_letters_when_used_then_states_follow(
     assert await asyncio.to_thread(shown) == 0
     assert json.loads(capsys.readouterr().out)["task_id"] == letter.record.task.task_id
     assert (letter.cause, letter.traceback) == ("workflow_error", "Traceback ...")
-    assert letter.record.reason == "workflow_error after 3: ZeroDivisionError: division by zero"
+    cause = "workflow_error after 3 attempts: ZeroDivisionError: division by zero"
+    assert letter.record.reason == cause
     assert letter.record.task == make_task("a")
     assert await buffer.drop_dead_letters(["b"]) == 0
     assert await buffer.retry_dead_letters(["a", "b"]) == 1

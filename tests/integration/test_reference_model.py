@@ -299,7 +299,7 @@ def test_actor_when_frozen_or_a_second_one_then_refused_in_one_line(trial) -> No
                 ref = FSDPPPOActor(misused.config.ref)
                 assert ref.engine.step.optimizer is None
                 with pytest.raises(
-                    InvalidInput, match="this model is frozen, call it on the actor"
+                    InvalidInput, match="this model is frozen; call it on the actor"
                 ):
                     ref.upload_weights(WeightUpdateMeta())
                 with pytest.raises(InvalidInput, match="a second trainable actor: expected one"):

@@ -206,11 +206,11 @@ def test_status_when_running_then_the_states_add_up_and_servers_serve(
     # With nothing to do the worker waits for a task, and the ledger knows that it does.
     assert set(content["waits"]) == {name for name, entry in processes(stack) if entry["metrics"]}
     starved = {wait["what"]: wait for wait in content["waits"]["rollout-0"]}["task"]
-    assert (starved["on"], starved["detail"]) == ("a client to submit", "queue")
+    assert (starved["on"], starved["detail"]) == ("a client that submits tasks", "queue")
     assert starved["seconds"] > 0
     plain = areal("status", "--run", str(stack.run_dir), cwd=tmp_path)
     assert "rollout-0" in plain.stdout
-    assert "waits      rollout-0: task (queue) on a client to submit for " in plain.stdout
+    assert "waits      rollout-0: task (queue) on a client that submits tasks for " in plain.stdout
 
 
 def processes(stack: RunningStack) -> list[tuple[str, dict[str, Any]]]:
@@ -253,7 +253,7 @@ def test_up_when_the_trial_runs_already_then_one_line_with_its_pid(
         cwd=stack.run_dir.parent.parent.parent,
     )
     assert again.returncode == 1
-    assert f"runs already (pid {stack.content['launcher']['pid']})" in again.stderr
+    assert f"is already running (pid {stack.content['launcher']['pid']})" in again.stderr
     assert stack.state() == "ready"
 
 

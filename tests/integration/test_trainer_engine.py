@@ -234,7 +234,7 @@ def test_prepare_batch_when_there_are_no_rows_then_sessions_of_agents_outside_ar
 ) -> None:
     with trial.session() as session:
         engine = RemoteSGLangEngine(trial.config.rollout)
-        with pytest.raises(InvalidInput, match="workflow None: expected one for the rows"):
+        with pytest.raises(InvalidInput, match="workflow None: expected a workflow for the rows"):
             engine.prepare_batch(Rows())
         waiting = in_thread(lambda: engine.prepare_batch(None))
         waits_for(session, "batch")

@@ -229,7 +229,7 @@ def test_resume_when_no_retained_checkpoint_is_whole_then_refused_in_one_line(be
     first.save_checkpoint()
     for checkpoint in first.folder.list():
         (checkpoint.path / "done.json").unlink()
-    with pytest.raises(InvalidInput, match=r"released.*newest whole checkpoint in .* is none"):
+    with pytest.raises(InvalidInput, match=r"released.*newest complete checkpoint in .* is none"):
         begin()
 
 

@@ -111,7 +111,7 @@ class Calls:
             self.outcome = value
             return
         if not 0 <= number < len(self._calls):
-            raise NotFound(f"answer {number}: the session has only {len(self._calls)}")
+            raise NotFound(f"answer {number}: the session has only {len(self._calls)} answers")
         self._calls[number] = replace(self._calls[number], reward=value)
 
     def merged(self, outcome: float | None) -> Merged:

@@ -182,8 +182,8 @@ def _calls(
         several = parallel
     else:
         raise InvalidInput(
-            "tools: the chat template writes no calls in a known form: they can neither be forced "
-            "nor go with a schema"
+            "tools: the chat template writes tool calls in no known form, so they can neither be "
+            "forced nor combined with a schema"
         )
     return {
         "type": "tags_with_separator",

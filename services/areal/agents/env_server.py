@@ -71,7 +71,7 @@ class EnvServer:
         except TimeoutError:
             await self._close()
             raise Unavailable(
-                f"{self.address}: no EnvServer answers within {CONNECT_TIMEOUT_S:g} s"
+                f"{self.address}: no EnvServer answered within {CONNECT_TIMEOUT_S:g} s"
             ) from None
         except BaseException:
             await self._close()
@@ -191,5 +191,5 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         raise InvalidInput(
-            f"module {name!r}: not installed: pip install pyzmq msgpack, where the recipe runs"
+            f"module {name!r}: not installed where the recipe runs; pip install pyzmq msgpack"
         ) from None

@@ -90,7 +90,7 @@ def _parts(parts: Mapping[str, Any]) -> dict[str, float]:
         if name in ("mean", "std") or not _PART.fullmatch(name):
             raise InvalidInput(
                 f"parts {name[:80]!r}: expected a name of up to 64 letters, digits, '_', '-' and "
-                f"'.', neither mean nor std"
+                f"'.', other than mean and std"
             )
         if not isinstance(value, (int, float)) or not -1e9 < value < 1e9:
             raise InvalidInput(f"parts {name}: expected a number, got {str(value)[:80]!r}")

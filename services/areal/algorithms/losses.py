@@ -152,7 +152,9 @@ def ppo_actor_loss(
         advantages = advantages.masked_fill(~loss_mask, 0.0)
         if importance_sampling_level == "sequence":
             if cu_seqlens is None:
-                raise InvalidInput("cu_seqlens=None: expected a tensor at the sequence level")
+                raise InvalidInput(
+                    "cu_seqlens=None: expected a tensor with importance_sampling_level='sequence'"
+                )
             log_ratio = _sequence_means(log_ratio, loss_mask, cu_seqlens)
             advantages = _sequence_means(advantages, loss_mask, cu_seqlens)
         elif importance_sampling_level != "token":

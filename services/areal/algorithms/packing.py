@@ -206,7 +206,7 @@ def check_batch(batch: Batch) -> None:
     if bool(batch["loss_mask"][starts].any()):
         raise InvalidInput(
             "batch['loss_mask'] is true on a sequence's first token: "
-            "expected false, nothing precedes it"
+            "expected false, because no token precedes it"
         )
 
 

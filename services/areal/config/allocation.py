@@ -51,7 +51,8 @@ class Layout:
             raise ConfigError(f"trainer layout {text!r}: needs d1 or more")
         if sizes.pop("p", 1) != 1:
             raise ConfigError(
-                f"trainer layout {text!r}: expected p1, the trainer has no pipeline parallelism"
+                f"trainer layout {text!r}: expected p1, because the trainer has no pipeline "
+                "parallelism"
             )
         if zero := [letter for letter, size in sizes.items() if size < 1]:
             raise ConfigError(f"trainer layout {text!r}: {zero[0]}0: expected 1 or more")
@@ -64,15 +65,15 @@ class Layout:
         )
         if layout.data % layout.shard:
             raise ConfigError(
-                f"trainer layout {text!r}: shards over s{layout.shard} of d{layout.data} "
-                f"ranks: {layout.data} / {layout.shard} is not whole"
+                f"trainer layout {text!r}: expected s to divide d: {layout.data} / {layout.shard} "
+                "is not a whole number"
             )
         copy = layout.per_copy
         if copy % layout.experts:
             raise ConfigError(
-                f"trainer layout {text!r}: experts over e{layout.experts} of the ranks of one "
-                f"copy, {layout.shard} x c{layout.context} x t{layout.tensor} = {copy}: "
-                f"{copy} / {layout.experts} is not whole"
+                f"trainer layout {text!r}: expected e to divide the number of ranks that share one "
+                f"copy of the weights, {layout.shard} x c{layout.context} x t{layout.tensor} = "
+                f"{copy}: {copy} / {layout.experts} is not a whole number"
             )
         return layout
 
@@ -116,7 +117,7 @@ class Layout:
         if ranks != self.ranks:
             product = f"d{self.data} x t{self.tensor} x c{self.context}"
             raise ConfigError(
-                f"trainer layout '{self}': {product} = {self.ranks} ranks, but {ranks} started"
+                f"trainer layout '{self}': {product} = {self.ranks} ranks, but {ranks} were started"
             )
 
     def check_adapters(self) -> None:
@@ -127,8 +128,8 @@ class Layout:
         """
         if self.tensor > 1 or self.experts > 1:
             raise ConfigError(
-                f"trainer layout '{self}': actor.lora is not spread over t or e: expected a layout "
-                f"of d, s and c, such as d{self.ranks}"
+                f"trainer layout '{self}': adapters (actor.lora) cannot be spread over t or e: "
+                f"expected a layout with only d, s and c, such as d{self.ranks}"
             )
 
     def check_compiled(self) -> None:
@@ -159,14 +160,14 @@ class Layout:
                 raise ConfigError(
                     f"trainer layout '{self}': {count} {name} over t{self.tensor} x "
                     f"c{self.context} = {self.per_share} ranks: {count} / {self.per_share} is "
-                    "not whole"
+                    "not a whole number"
                 )
         if self.experts > 1 and not experts:
             raise ConfigError(f"trainer layout '{self}': expected no e: the model has no experts")
         if experts % self.experts:
             raise ConfigError(
                 f"trainer layout '{self}': {experts} experts over e{self.experts} ranks: "
-                f"{experts} / {self.experts} is not whole"
+                f"{experts} / {self.experts} is not a whole number"
             )
 
 
@@ -209,8 +210,8 @@ def parse_allocation(text: str) -> Allocation:
         raise ConfigError(f"allocation_mode {text!r}: {match['gen']!r} needs d1 or more")
     if int(servers.get("p", 1)) != 1:
         raise ConfigError(
-            f"allocation_mode {text!r}: {match['gen']!r}: expected p1, servers have no pipeline "
-            "parallelism"
+            f"allocation_mode {text!r}: {match['gen']!r}: expected p1, because servers have no "
+            "pipeline parallelism"
         )
     try:
         layout = Layout.parse(match["train"])

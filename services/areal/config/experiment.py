@@ -278,8 +278,8 @@ def _complete(config: GRPOConfig) -> None:
         )
     if overlong > gconfig.max_new_tokens:
         raise ConfigError(
-            f"actor.overlong_tokens {overlong}: expected 0 to gconfig.max_new_tokens, "
-            f"{gconfig.max_new_tokens}"
+            f"actor.overlong_tokens {overlong}: expected 0 to {gconfig.max_new_tokens} "
+            "(gconfig.max_new_tokens)"
         )
     if config.actor.behavior_weight_mode == "second_moment":
         cap = config.actor.behavior_weight_cap
@@ -296,7 +296,7 @@ def _complete(config: GRPOConfig) -> None:
             )
     if config.critic is not None and config.actor.optimizer is None:
         raise ConfigError(
-            "actor.optimizer null: expected an optimizer, whose settings the critic also uses"
+            "actor.optimizer null: expected an optimizer, because the critic uses its settings too"
         )
     if config.critic is None and config.actor.gae_lambda != 1:
         raise ConfigError(
@@ -327,7 +327,7 @@ def cautions(config: BaseExperimentConfig) -> list[str]:
     limits += [f"top_k {gconfig.top_k}"] if gconfig.top_k > 0 else []
     return [
         f"gconfig.{limit}: answers are sampled from a truncated distribution, but logprobs are "
-        "those of the whole distribution, so importance weights do not see the truncation; "
+        "those of the whole distribution, so importance weights ignore the truncation; "
         "expected top_p=1 and top_k=-1"
         for limit in limits
     ]

@@ -167,7 +167,7 @@ class CheckpointConfig:
     the previous one. With 0, there is only one checkpoint, at the end."""
     keep: Annotated[int, Ge(1)] = 2
     """How many of the newest checkpoints to keep. The checkpoint with the best evaluation is kept
-    too. The number of published versions that are kept is one higher."""
+    too. Of the published versions, the newest `keep` + 1 are kept."""
     rollouts_gib: Annotated[float, Ge(0)] = 4.0
     """How many GiB of groups to keep in the run folder for `areal show` and `areal export`; the
     oldest steps are deleted first. With 0, no groups are kept. If `weight_sync.path` is in an

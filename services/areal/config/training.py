@@ -229,8 +229,8 @@ class PPOActorConfig(TrainEngineConfig):
     eps_clip_higher: Annotated[float | None, Gt(0)] = None
     """The ratio is clipped from above at 1 + eps_clip_higher; null uses the value of `eps_clip`."""
     c_clip: Annotated[float | None, Gt(1)] = None
-    """Dual clip, above 1: for a negative advantage, the loss is at most c_clip * |advantage|. null
-    turns it off."""
+    """Dual clip: for a negative advantage, the loss is at most c_clip * |advantage|. Must be above
+    1; null turns it off."""
     prox_logp_method: Literal["recompute", "loglinear", "unweighted", "behavior"] = "recompute"
     """The policy that the ratio is relative to, and whether tokens are weighted. `recompute`: the
     policy at the start of the update (proximal policy). Each token has a weight, exp(proximal

@@ -119,9 +119,10 @@ def _differences(
         after = tokenizer.render_chat(messages[: turn + 1], add_generation_prompt=False)
         if not (after.startswith(before) and whole.startswith(after)):
             raise InvalidInput(
-                f"messages[{turn}]: the chat template writes this turn differently from its prompt "
-                "(some drop the reasoning of earlier turns), so its tokens cannot be identified; "
-                "expected a template with {% generation %} marks, or a row that ends with it"
+                f"messages[{turn}]: the chat template changes this turn in the prompts of later "
+                "turns (some templates drop earlier reasoning), so its tokens cannot be "
+                "identified; expected a template with {% generation %} marks, or a row that ends "
+                "with this turn"
             )
         spans.append((len(before), len(after)))
     return whole, spans

@@ -32,7 +32,7 @@ def counting(count: int, *, most: int, seed: int) -> list[dict[str, Any]]:
     """
     if not 1 <= most <= 5 or count < 0:
         raise InvalidInput(
-            f"counting(count={count}, most={most}): expected most of 1 to 5, and no negative count"
+            f"counting(count={count}, most={most}): expected most from 1 to 5, and count 0 or more"
         )
     generator = random.Random(f"counting:{seed}")  # noqa: S311 - problems, not secrets
     rows = []

@@ -41,7 +41,7 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
         All rows, in memory. Files are read in the order of their names.
 
     Raises:
-        InvalidInput: There is nothing at the address, the split has no files or rows, or the
+        InvalidInput: There is nothing at the address, the split has no files or rows, the
             dataset has several configs and the address names none, or the Hub answers with HTTP
             401, 403 or 404. A private or gated dataset needs a token in HF_TOKEN.
         Unavailable: The Hub cannot be reached or answers with another error.

@@ -44,8 +44,8 @@ def preferred(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     """Returns rows with two summaries of each post, for training a reward model with `pair_unit`.
 
     `chosen` is only the right word. About half of the `rejected` summaries are another word of the
-    post; the others have extra words or end too early. Some are cut short on purpose: a reward
-    model that was never trained on such summaries might prefer them.
+    post; the others have extra words or end too early. Summaries that end too early are included
+    because a reward model that was never trained on any might prefer them.
 
     Args:
         rows: Rows of `posts`.

@@ -121,7 +121,7 @@ def _saved(directory: Path) -> dict[str, Any]:
     for name in (STATE_FILE, METADATA_FILE):
         if not (directory / name).is_file():
             raise InvalidInput(
-                f"checkpoint {str(directory)!r} has no {name}: expected a finished one"
+                f"checkpoint {str(directory)!r} has no {name}: expected a complete checkpoint"
             )
     return FileSystemReader(directory).read_metadata().state_dict_metadata
 

@@ -55,8 +55,8 @@ class PPOActor:
         check(config)
         if config.loss_aggregation == "constant" and not config.max_response_tokens:
             raise InvalidInput(
-                "max_response_tokens=0: expected the longest response with "
-                "loss_aggregation='constant', which divides by it"
+                "max_response_tokens=0: expected the length of the longest response, by which "
+                "loss_aggregation='constant' divides"
             )
         self.config = config
         self.engine = engine

@@ -57,7 +57,9 @@ class FSDPPPOActor:
                 that shares the actor's model (with LoRA) is created before the actor.
         """
         if config is None:
-            raise InvalidInput("FSDPPPOActor(None): expected a section; for a reference set ref={}")
+            raise InvalidInput(
+                "FSDPPPOActor(None): expected a section; for a reference model, set ref={}"
+            )
         from areal.engines import random_state
         from areal.engines.fsdp import FSDPEngine
         from areal.engines.ppo import PPOActor
@@ -209,7 +211,7 @@ class FSDPPPOActor:
             InvalidInput: This model is frozen.
         """
         if self.frozen:
-            raise InvalidInput("upload_weights: this model is frozen, call it on the actor")
+            raise InvalidInput("upload_weights: this model is frozen; call it on the actor")
         session = self.session
         session.confirm_version()  # that of the step before, beside which this step was taken
         start = time.monotonic()

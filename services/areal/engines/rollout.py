@@ -97,7 +97,9 @@ class RemoteSGLangEngine:
         feeding: Feeding | None = None
         if dataloader is not None:
             if workflow is None:
-                raise errors.InvalidInput("prepare_batch: workflow None: expected one for the rows")
+                raise errors.InvalidInput(
+                    "prepare_batch: workflow None: expected a workflow for the rows"
+                )
             check_sampling(workflow, self.session.config.gconfig.temperature)
             spec = self._describe(workflow)
             self._feeder = self._feeder or TaskFeeder(self.session, dataloader)
@@ -164,8 +166,8 @@ class RemoteSGLangEngine:
 
         The answers are written to evaluations/NAME-vVERSION.jsonl in the run folder. If the current
         step already has a result named `name`, the call returns that result without a new
-        evaluation. In a resumed run that has not yet finished a step, the call also returns a
-        result recorded at step 0, because the initial policy is no longer served.
+        evaluation. After a resume, until the first step ends, the call also returns a result
+        recorded at step 0, because the initial policy is no longer served.
 
         Args:
             rows: The held-out rows.
@@ -282,6 +284,7 @@ def check_sampling(workflow: RolloutWorkflow, temperature: float) -> None:
         name, other = next(iter(found.items()))
         raise errors.InvalidInput(
             f"{type(workflow).__name__}.{name} samples at temperature {other}: expected the "
-            f"trainer's, {temperature}, or importance weights compare different distributions "
-            f"(make the workflow with config.gconfig, or set gconfig.temperature={other})"
+            f"trainer's, {temperature}, since otherwise importance weights compare different "
+            "distributions (make the workflow with config.gconfig, or set "
+            f"gconfig.temperature={other})"
         )

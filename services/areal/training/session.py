@@ -206,7 +206,7 @@ class TrainerSession(Ranks):
             registered = self.ledger.register(self.config, newest.step if newest else 0, digest)
         except errors.WrongStep as error:
             raise errors.InvalidInput(
-                f"{error}; the newest whole checkpoint in {str(self.folder.root)!r} is "
+                f"{error}; the newest complete checkpoint in {str(self.folder.root)!r} is "
                 f"{newest.path.name if newest else 'none'}: restore a newer one, or choose "
                 "another trial_name"
             ) from None

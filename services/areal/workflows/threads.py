@@ -116,8 +116,8 @@ class BlockingCalls:
     def _refuse_if_hung(self, name: str) -> None:
         if self.hung >= self._max_hung:
             raise TooManyHung(
-                f"{name}: not called: {self.hung} earlier calls still run past their limit; "
-                f"add a timeout to what they wait for"
+                f"{name}: not called: {self.hung} earlier calls are still running past their "
+                "limit; add a timeout to what they wait for"
             )
 
 

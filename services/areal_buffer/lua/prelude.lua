@@ -145,7 +145,7 @@ local function fence(incarnation)
   local current = tonumber(call('HGET', META, 'incarnation') or 0)
   if tonumber(incarnation) ~= current then
     fail('StaleIncarnation', 'trainer incarnation ' .. incarnation .. ': the current one is ' ..
-      int(current) .. '; a newer trainer has registered, this one must stop')
+      int(current) .. '; a newer trainer has registered, so this one must stop')
   end
 end
 
@@ -433,7 +433,7 @@ local function end_attempt(task, cause, detail, traceback, site)
       traceback = traceback or ''
       task.size = task.size + #traceback
       move(task, 'dead_lettered', {'cause', cause, 'traceback', traceback, 'size', int(task.size),
-        'reason', cause .. ' after ' .. int(attempts) .. ': ' .. detail})
+        'reason', cause .. ' after ' .. int(attempts) .. ' attempts: ' .. detail})
       hold(task.purpose, #traceback)
       if cause == 'workflow_error' then note_end(task, site, detail) end
       return

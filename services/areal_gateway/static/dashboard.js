@@ -217,7 +217,7 @@ function drawTiles({ ledger, versions, rates, run }) {
   const took = mean(recent.map((r) => r["time/step"]).filter(isNumber));
   const waited = mean(recent.map((r) => r["time/wait"]).filter(isNumber));
   text("kpi-step", seconds(took));
-  text("kpi-step-note", isNumber(waited / took) ? `${Math.round((100 * waited) / took)} % waiting for a batch` : "no steps yet");
+  text("kpi-step-note", isNumber(waited / took) ? `${Math.round((100 * waited) / took)}% waiting for a batch` : "no steps yet");
 }
 
 // ---------------------------------------------------------------- charts over steps

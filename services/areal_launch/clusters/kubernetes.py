@@ -223,7 +223,7 @@ class Release:
         """
         outcome = self._outcome("trainer", WORKLOADS)
         if outcome is None:
-            raise NotFound(f"release {self.name}: no trainer in it (trainer.enabled)")
+            raise NotFound(f"release {self.name}: it has no trainer; set trainer.enabled=true")
         return outcome
 
     def preparation(self) -> Outcome:

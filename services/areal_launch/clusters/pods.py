@@ -19,8 +19,8 @@ STUCK_S = 120.0
 _FORGET_S = 30.0
 _STARTING = ("PodInitializing", "ContainerCreating")
 _PULL = (
-    "push it to where the nodes pull, or fix image.repository, image.tag, image.references or "
-    "image.pullSecrets"
+    "push the image to a registry from which the nodes can pull it, or fix image.repository, "
+    "image.tag, image.references or image.pullSecrets"
 )
 # Reason to what a person does about it: no pod gets over these by waiting.
 _FIXES = {

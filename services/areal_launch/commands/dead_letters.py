@@ -128,7 +128,7 @@ def _report(event: str, words: str, done: int, task_ids: list[str], *, as_json: 
     if as_json:
         print_event(event, tasks=done, not_on_the_list=missing)
     else:
-        rest = f"; {missing} of them are not on the list" if missing else ""
+        rest = f"; {missing} of the given ids are not dead letters" if missing else ""
         say(f"{done} tasks {words}{rest}")
     return 1 if missing else 0
 

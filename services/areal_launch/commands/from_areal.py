@@ -91,7 +91,7 @@ def _backends(out: Converted, rollout: str, actor: str) -> None:
         if name != ours:
             out.note(f"{key}.backend {name}", f"here it is {ours}")
         if pipeline := re.search(r"p(?!1(?!\d))\d+", sizes):
-            out.note(f"{key} {pipeline[0]}", "no pipeline parallelism here: its ranks are left out")
+            out.note(f"{key} {pipeline[0]}", "no pipeline parallelism here; its ranks are left out")
         halves.append(f"{ours}:" + (re.sub(r"p\d+|[tce]1(?!\d)", "", sizes) or "d1"))
     out.keys["allocation_mode"] = "+".join(halves)
 
@@ -122,7 +122,7 @@ def _norm(key: str, norm: Any, examples: str) -> Rule:
             mean = "leave1out"
         for name, usual in (("std_unbiased", True), ("eps", 1e-5)):
             if value.get(name, usual) != usual:
-                out.note(f"{key}.{name}", "has one value for all runs")
+                out.note(f"{key}.{name}", "cannot be set; the value is the same in all runs")
         std = value.get("std_level", "batch") or "none"
         ours = None if mean == std == "none" else f"{mean}/{std}"
         if ours is not None and ours not in get_args(norm):
@@ -160,7 +160,7 @@ def _rejection(out: Converted, value: Mapping[str, Any] | None) -> None:
     }
     if how not in modes or value.get("lower") is not None:
         given = ", ".join(f"{key} {each}" for key, each in value.items())
-        out.note(f"actor.rejection_sampling ({given})", "only an upper bound of a token's ratio")
+        out.note(f"actor.rejection_sampling ({given})", "only an upper bound on a token's ratio")
     if how in modes:
         out.keys["actor.behavior_weight_mode"] = modes[how]
         out.keys["actor.behavior_weight_cap"] = float(value.get("upper", 5.0))

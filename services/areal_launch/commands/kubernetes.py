@@ -227,7 +227,7 @@ class ReleaseFollower(Follower):
             await asyncio.to_thread(self._release.uninstall)
             self.say(
                 f"release {self._release.name} removed; checkpoints and the ledger are on its "
-                f"volumes, the summary in {folder.path}"
+                f"volumes, and the summary is in {folder.path}"
             )
         return 0 if error is None else 1
 

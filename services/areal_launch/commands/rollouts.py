@@ -101,7 +101,7 @@ def _show_step(folder: RolloutFolder, step: int | None, *, as_json: bool) -> Non
     if ended:
         causes = ", ".join(f"{count} {_short(cause)}" for cause, count in ended.most_common(3))
         say(
-            f"{ended.total()} groups were not trained on before this step: {causes}; "
+            f"{ended.total()} groups were discarded before this step: {causes}; "
             f"to see them: areal show --discarded --step {step}"
         )
 
@@ -120,7 +120,7 @@ def _show_discarded(folder: RolloutFolder, step: int | None, *, as_json: bool) -
     found = folder.discarded(None if step is None else [step])
     if not found:
         when = "" if step is None else f" before step {step}"
-        raise NotFound(f"no group was discarded{when}: every finished one was trained on")
+        raise NotFound(f"no group was discarded{when}: every finished group was trained on")
     if step is None:
         step = found[-1].step
         found = [one for one in found if one.step == step]
@@ -149,7 +149,7 @@ def _show_discarded(folder: RolloutFolder, step: int | None, *, as_json: bool) -
             for row in rows
         ],
     )
-    say(f"{len(rows)} groups ended without being trained on before step {step} took its batch")
+    say(f"before step {step} took its batch, {len(rows)} groups ended without being trained on")
 
 
 def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:

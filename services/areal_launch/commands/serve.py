@@ -111,7 +111,7 @@ async def _work(stack: LocalStack, resolved: Resolved) -> None:
         say(f"serving {spec.url}/v1  (OpenAI and Anthropic; SGLang's protocol at {spec.url})")
 
     say(f"API key: areal token --run {stack.folder.path}")
-    say("Ctrl-C stops it")
+    say("Ctrl-C stops everything")
     await stack.wait()
 
 

@@ -22,7 +22,7 @@ _TRAINER_KINDS = ("kubeflow.org/v1/PyTorchJob", "trainer.kubeflow.org/v1alpha1/T
 _CRD_SOURCES = {
     "kubeflow.org": "install the Kubeflow training operator, or set trainer.workload=Job",
     "trainer.kubeflow.org": "install Kubeflow Trainer 2, or set trainer.workload=Job",
-    "monitoring.coreos.com": "install the Prometheus operator, or turn the metrics values off",
+    "monitoring.coreos.com": "install the Prometheus operator, or set metrics.* to false",
     "keda.sh": "install KEDA, or set autoscaling.type=HPA",
 }
 # What a chart creates: resource to its API group.
@@ -202,10 +202,10 @@ class ClusterDoctor:
         devices = [each for node in self._nodes for each in node["status"]["allocatable"].items()]
         fast = sorted({k for k, amount in devices if _RDMA.search(k) and str(amount) != "0"})
         if fast:
-            return ok(f"for NCCL: {', '.join(fast)} (request it in trainer.resources)")
+            return ok(f"for NCCL: {', '.join(fast)} (to use it, request it in trainer.resources)")
         ranks = self._config.allocation_mode
         return note(
-            f"no RDMA resource on any node, so NCCL of {ranks} uses TCP between nodes",
+            f"no RDMA resource on any node, so NCCL uses TCP between nodes ({ranks})",
             "install the vendor's RDMA or EFA device plugin, or use one node for all ranks",
         )
 

@@ -96,7 +96,7 @@ def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Fin
     tokenizer = "the recipe creates it" if will_prepare else str(config.tokenizer_dir)
     rows = (training and training.train_dataset.path) or "the recipe's own"
     longest = training.gconfig.max_new_tokens if training else 0
-    answers = f"up to {longest} tokens; with the prompt up to {config.model.context_length}"
+    answers = f"up to {longest} tokens; with the prompt, up to {config.model.context_length}"
     devices: dict[str, Check] = {}
     if shape is not None and config.stack.gpus_per_node:
         if training is not None:
@@ -163,7 +163,7 @@ def _gpus(config: BaseExperimentConfig) -> Finding:
         nodes = count_nodes(config).nodes
         if nodes > 1:
             fix = "run it --on slurm, ray or kubernetes, or choose a smaller allocation_mode"
-            return missing(f"allocation_mode takes {nodes} nodes, and this is one", fix)
+            return missing(f"allocation_mode needs {nodes} nodes, and this is one", fix)
         return ok(f"{devices} found, at most {wanted} used")
     if devices:
         return note(f"{devices} found, unused", f"set stack.gpus_per_node={devices}")
@@ -198,7 +198,7 @@ def _disk(config: BaseExperimentConfig) -> Finding:
     if free < needed:
         fix = f"make room for about {needed / _GIB:.1f} GiB, or set a smaller checkpoint.keep"
         return missing(found, fix)
-    return ok(f"{found}, about {needed / _GIB:.1f} needed")
+    return ok(f"{found}, about {needed / _GIB:.1f} GiB needed")
 
 
 def _shape(config: BaseExperimentConfig) -> ModelShape | None:
@@ -213,10 +213,10 @@ def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
     """Host memory: on CPUs the whole run; with GPUs, loading and publishing."""
     allocation = parse_allocation(config.allocation_mode)
     needed = _BASE_MEMORY + config.buffer.max_memory_mb * 1024**2 // 8
-    said = [f"services {needed / _GIB:.1f}"]
+    said = [f"services {needed / _GIB:.1f} GiB"]
     servers = 0 if config.endpoints.inference else allocation.inference_replicas
     if shape is None:
-        said.append("and a model of unknown size")
+        said.append("and a model of unknown size, not counted")
     elif config.stack.gpus_per_node:
         ranks = min(allocation.trainer_ranks, config.stack.gpus_per_node)
         node = memory.host(config, shape, ranks=ranks)
@@ -233,7 +233,7 @@ def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
             said.append(f"each of {allocation.trainer_ranks} trainer ranks {rank}")
     there = psutil.virtual_memory()
     found = (
-        f"{there.available / _GIB:.1f} GiB available, about {needed / _GIB:.1f} needed: "
+        f"{there.available / _GIB:.1f} GiB available, about {needed / _GIB:.1f} GiB needed: "
         f"{'; '.join(said)}"
     )
     fix = "use fewer servers or ranks, smaller micro-batches, or a machine with more memory"

@@ -32,8 +32,10 @@ def architecture(directory: Path) -> Finding:
     needed = 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     free = psutil.virtual_memory().available
     if needed > free:
-        found = f"not tried: about {needed / _GIB:.0f} GiB of memory, {free / _GIB:.0f} available"
-        return note(found, "nothing: the trainer runs the same test at its start")
+        found = (
+            f"not tried: needs about {needed / _GIB:.0f} GiB of memory; {free / _GIB:.0f} available"
+        )
+        return note(found, "nothing to fix: the trainer runs the same test at its start")
     since = time.monotonic()
     command = [sys.executable, "-m", "areal.engines.model.examine", str(directory)]
     try:
@@ -47,7 +49,7 @@ def architecture(directory: Path) -> Finding:
         return missing(last, "pip install 'areal-services[trainer]', or see the message")
     result = json.loads(done.stdout.splitlines()[-1])
     if "refused" in result:
-        return missing(result["refused"], "another model; docs/models.md lists them")
+        return missing(result["refused"], "choose a model that docs/models.md lists")
     weights = "random weights" if result["random_weights"] else "its weights"
     return ok(
         f"{result['architecture']}: packed logprobs are within {result['difference']:.1g} nats of "

@@ -223,7 +223,7 @@ class Supervised:
         self._set(ProcessState.BACKOFF)
         while not self._has_room():
             if time.monotonic() - since > WAIT_S:
-                self._give_up(f"{cause}; {full}, since {WAIT_S / 60:.0f} minutes")
+                self._give_up(f"{cause}; {full}, and has been for {WAIT_S / 60:.0f} minutes")
                 return False
             await self._pause(LOOK_INTERVAL_S)
             if self._stopping.is_set():

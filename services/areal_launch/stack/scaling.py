@@ -100,13 +100,13 @@ class Scaler:
         await self._supervisor.processes[spec.name].wait_up(deadline - time.monotonic())
         await self._client.register_server(spec.url)
         left = max(1.0, deadline - time.monotonic())
-        await self._until(spec.url, f"{spec.name} at the current version", left, _serves)
+        await self._until(spec.url, f"{spec.name} to reach the current version", left, _serves)
 
     async def _release(self, spec: ProcessSpec, say: Say) -> None:
         say(f"{spec.name} is draining")
         try:
             await self._client.drain_server(spec.url, deadline=DRAIN_S)
-            gone = f"{spec.name} drained"
+            gone = f"{spec.name} to drain"
             await self._until(spec.url, gone, _FORGOTTEN_WITHIN_S, lambda server: server is None)
         except NotFound:
             pass  # weight-sync has never heard of it

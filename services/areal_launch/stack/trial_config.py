@@ -56,7 +56,7 @@ def check_unchanged(config: BaseExperimentConfig, *, accept: bool) -> list[str]:
     raise CannotStart(
         f"trial {str(folder.path)!r} was trained with another configuration: "
         f"{'; '.join(changes[:_SHOWN])}{more}. Choose another trial_name, or add --accept-changes "
-        "to continue with the new one"
+        "to continue with the new configuration"
     )
 
 

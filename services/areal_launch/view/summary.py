@@ -199,7 +199,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
     ] * trained
     if accounting[TaskState.DEAD_LETTERED.value]:
-        again = "; fix them and run the same command again" if summary.get("cause") else ""
+        again = "; fix the causes and run the same command again" if summary.get("cause") else ""
         lines.append(("failed", f"areal dead-letters list shows causes and tracebacks{again}"))
     if summary["restarts"]:
         lines.append(

@@ -80,7 +80,9 @@ def _run_main(recipe: Recipe, config_file: Path, stand_ins: StandIns, report: Re
             )
         elif stand_ins.guesses:
             report.found(
-                "dataset", "unknown", f"{said}, after {stand_ins.guesses[0]} of a stand-in"
+                "dataset",
+                "unknown",
+                f"{said}; maybe only because {stand_ins.guesses[0]} is a stand-in",
             )
         elif isinstance(error, SystemExit) and not error.code:
             report.found("dataset", "unknown", "main ended before it asked for a batch")

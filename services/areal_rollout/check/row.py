@@ -75,7 +75,7 @@ class RowCheck:
         except (Exception, SystemExit) as error:
             self._failed(error, scorer)
             return
-        said = f"{name}: {policy.answers} answer{'s' * (policy.answers != 1)} of a fake policy"
+        said = f"{name}: {policy.answers} answer{'s' * (policy.answers != 1)} from a fake policy"
         if group is None:
             report.found("workflow", "ok", f"{said}; it rejects this row")
             return

@@ -191,7 +191,7 @@ class E2BApp:
                 raise InvalidInput(f"body: {error}: expected a form") from None
             for part in form.getall("file", []):
                 if not isinstance(part, web.FileField):
-                    raise InvalidInput("file: expected a file of a form")
+                    raise InvalidInput("file: expected a file, not a text field")
                 written.append(await files.write(path or part.filename, part.file.read()))
         else:
             written.append(await files.write(path, await request.read()))

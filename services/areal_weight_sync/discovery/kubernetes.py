@@ -180,7 +180,7 @@ def addresses(slices: Iterable[Json], port: int, log: Any) -> dict[str, Found]:
             log.warning(
                 "endpoints_without_port",
                 slice=_name(item),
-                expected="one port, or one named http; or :PORT in endpoints.inference",
+                expected="one port, a port named http, or :PORT in endpoints.inference",
             )
             continue
         for endpoint in item.get("endpoints") or []:

@@ -264,7 +264,7 @@ class HttpEngine:
         try:
             status, text = await self._read(path, source, deadline)
         except EngineError as error:
-            message = f"this engine pulls nothing, and its sidecar: {error}"
+            message = f"this engine cannot download versions, and its sidecar failed: {error}"
             if error.fault is Fault.TIMEOUT:  # it may have waited for who gives
                 raise EngineError(Fault.UPDATE_REFUSED, message) from None
             raise CannotPullError(message) from None

@@ -140,7 +140,7 @@ class RedisStore:
             case "stale":
                 raise StaleIncarnation(
                     f"version {version.version} of incarnation {version.incarnation}: "
-                    f"incarnation {_text(detail)} has registered, this trainer must stop"
+                    f"incarnation {_text(detail)} has registered, so this trainer must stop"
                 )
             case "wrong":
                 raise WrongStep(

@@ -23,7 +23,7 @@ def letter(traceback: str) -> DeadLetter:
     record = TaskRecord(
         task=make_task("e0-17"),
         state=TaskState.DEAD_LETTERED,
-        reason="workflow_error after 3: ZeroDivisionError: division by zero",
+        reason="workflow_error after 3 attempts: ZeroDivisionError: division by zero",
         attempts=3,
         infrastructure_attempts=1,
         submit_time=1000.0,
@@ -40,7 +40,7 @@ def test_letter_when_short_then_cause_reason_and_the_whole_traceback() -> None:
     )
     assert text.splitlines() == [
         "e0-17   workflow_error, 4 attempts, 2 min ago",
-        "    workflow_error after 3: ZeroDivisionError: division by zero",
+        "    workflow_error after 3 attempts: ZeroDivisionError: division by zero",
         "      Traceback",
         "        File recipe.py, line 3",
         "      ZeroDivisionError",
@@ -71,7 +71,7 @@ def test_list_when_the_run_has_ended_then_it_prints_what_the_run_left(
         "task_id": "e0-3",
         "purpose": "train",
         "cause": "workflow_error",
-        "reason": "workflow_error after 3: KeyError: 'solution' (mine.py:41)",
+        "reason": "workflow_error after 3 attempts: KeyError: 'solution' (mine.py:41)",
         "attempts": 3,
         "infrastructure_attempts": 0,
         "end_time": 2000.0,

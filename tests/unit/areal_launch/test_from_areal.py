@@ -210,7 +210,7 @@ def test_pipeline_when_it_is_asked_for_then_the_comment_says_that_there_is_none(
     assert notes == {
         "here it is sglang": ["rollout.backend vllm"],
         "here it is fsdp": ["actor.backend megatron"],
-        "no pipeline parallelism here: its ranks are left out": ["actor p4"],
+        "no pipeline parallelism here; its ranks are left out": ["actor p4"],
     }
 
 

@@ -195,7 +195,7 @@ def test_lock_when_held_then_refused_with_the_pid(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     descriptor = folder.lock()
     assert folder.held()
-    with pytest.raises(CannotStart, match=rf"runs already \(pid {os.getpid()}\)"):
+    with pytest.raises(CannotStart, match=rf"is already running \(pid {os.getpid()}\)"):
         folder.lock()
     os.close(descriptor)
     assert not folder.held()

@@ -167,4 +167,4 @@ class BufferWorker(Role):
 def _check_size(what: str, size: int) -> None:
     """Refuses what gRPC would refuse as if the ledger were full, and so retried without success."""
     if size > _MAX_PART_BYTES:
-        raise InvalidInput(f"{what} has {size} bytes: at most {_MAX_PART_BYTES} fit a message")
+        raise InvalidInput(f"{what} has {size} bytes: at most {_MAX_PART_BYTES} fit in a message")

@@ -182,7 +182,7 @@ def check(hf: Any, batch: Batch, ranks_per_share: int, placeholders: Tensor) -> 
             )
         if ranks_per_share > 1:
             raise InvalidInput(
-                "the batch has images, which train in layouts of d and s: expected an "
+                "the batch has images, which need a layout with only d and s: expected an "
                 "allocation_mode without t, c and e"
             )
         placeholders = placeholders[placeholders != hf.config.image_token_id]

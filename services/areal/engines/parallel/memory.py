@@ -180,7 +180,7 @@ def _recompute_compiled(again: Callable[..., Any], forward: partial[Any], *args:
 def _use_liger(hf: Any, device: torch.device) -> None:
     if device.type != "cuda":
         raise InvalidInput(
-            f"kernels=liger: its kernels need a GPU, this is a {device.type}; expected "
+            f"kernels=liger: its kernels need a GPU, but the device is a {device.type}; expected "
             "kernels=eager or compile"
         )
     try:
@@ -193,8 +193,8 @@ def _use_liger(hf: Any, device: torch.device) -> None:
     kind = hf.config.model_type
     if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise InvalidInput(
-            f"kernels=liger: Liger has none for model_type {kind!r}; expected kernels=eager or "
-            "compile"
+            f"kernels=liger: Liger has no kernels for model_type {kind!r}; expected kernels=eager "
+            "or compile"
         )
     # The head is ours: it returns entropies, too.
     monkey_patch._apply_liger_kernel_to_instance(

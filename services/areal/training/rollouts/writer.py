@@ -168,7 +168,7 @@ class RolloutWriter:
                 "rollouts_not_kept",
                 folder=str(self._folder),
                 cause=cause,
-                hint="training continues; checkpoint.rollouts_gib=0 keeps none",
+                hint="training continues; set checkpoint.rollouts_gib=0 to keep none",
             )
         self._complained = True
 

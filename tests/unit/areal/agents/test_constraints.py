@@ -218,7 +218,7 @@ async def test_constraint_when_it_is_wrong_then_one_line_names_the_field(body, s
 
 async def test_call_when_the_template_writes_none_that_is_known_then_refused():
     async with serving(Scripted(family="minimax-m2")) as (url, key, *_), client(url, key) as llm:
-        with pytest.raises(openai.BadRequestError, match="writes no calls in a known form"):
+        with pytest.raises(openai.BadRequestError, match="writes tool calls in no known form"):
             await llm.chat.completions.create(
                 model="any", messages=[ASK], tools=[ADD], tool_choice="required"
             )

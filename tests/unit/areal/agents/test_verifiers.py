@@ -219,7 +219,7 @@ async def test_server_when_it_dies_then_the_task_is_tried_again():
 async def test_server_when_there_is_none_then_the_task_is_tried_again(monkeypatch):
     monkeypatch.setattr(env_server, "CONNECT_TIMEOUT_S", 0.2)
     address = f"tcp://127.0.0.1:{free_port()}"
-    with pytest.raises(Unavailable, match=f"{address}: no EnvServer answers within 0.2 s"):
+    with pytest.raises(Unavailable, match=f"{address}: no EnvServer answered within 0.2 s"):
         await VerifiersWorkflow(address).arun_episode(ScriptedEngine([], None), ROW)
 
 

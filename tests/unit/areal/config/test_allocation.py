@@ -30,9 +30,9 @@ def test_layout_when_parsed_then_counts_ranks_and_prints_as_it_was(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("d6s4", "6 / 4 is not whole"),
-        ("d2t2e8", "2 x c1 x t2 = 4: 4 / 8 is not whole"),
-        ("d4s2e4", "2 / 4 is not whole"),
+        ("d6s4", "6 / 4 is not a whole number"),
+        ("d2t2e8", "2 x c1 x t2 = 4: 4 / 8 is not a whole number"),
+        ("d4s2e4", "2 / 4 is not a whole number"),
         ("d0", "needs d1 or more"),
         ("t2", "needs d1 or more"),
         ("d2t0", "t0: expected 1 or more"),
@@ -54,10 +54,10 @@ def test_layout_when_numbers_do_not_fit_then_shows_the_arithmetic_in_one_line(te
     ("text", "sizes", "why"),
     [
         ("d1t4", (28, 4, 0), None),
-        ("d1t8", (28, 4, 0), "28 heads over t8 x c1 = 8 ranks: 28 / 8 is not whole"),
+        ("d1t8", (28, 4, 0), "28 heads over t8 x c1 = 8 ranks: 28 / 8 is not a whole number"),
         ("d1t4c2", (32, 4, 0), "4 key and value heads over t4 x c2 = 8 ranks"),
         ("d8e8", (32, 4, 128), None),
-        ("d6e6", (32, 4, 128), "128 experts over e6 ranks: 128 / 6 is not whole"),
+        ("d6e6", (32, 4, 128), "128 experts over e6 ranks: 128 / 6 is not a whole number"),
         ("d8e8", (32, 4, 0), "the model has no experts"),
     ],
 )
@@ -73,7 +73,7 @@ def test_layout_when_the_model_cannot_be_shared_then_shows_the_arithmetic(text, 
 
 def test_layout_when_another_number_of_ranks_started_then_refuses():
     Layout.parse("d8t2").check_world(16)
-    with pytest.raises(ConfigError, match="d8 x t2 x c1 = 16 ranks, but 8 started"):
+    with pytest.raises(ConfigError, match="d8 x t2 x c1 = 16 ranks, but 8 were started"):
         Layout.parse("d8t2").check_world(8)
 
 

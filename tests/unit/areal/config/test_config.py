@@ -74,7 +74,7 @@ def test_cautions_when_sampling_is_truncated_then_one_line_each_and_else_none():
     assert first.startswith("gconfig.top_p 0.9: ")
     assert second.startswith("gconfig.top_k 50: ")
     for line in (first, second):
-        assert "importance weights do not see" in line
+        assert "importance weights ignore" in line
         assert "\n" not in line
 
 

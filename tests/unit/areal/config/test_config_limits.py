@@ -35,13 +35,13 @@ LIMITS = [
         "allocation_mode",
         "sglang:d1p1+fsdp:d1",
         "sglang:d1p2+fsdp:d1",
-        "expected p1, servers have no pipeline parallelism",
+        "expected p1, because servers have no pipeline parallelism",
     ),
     (
         "allocation_mode",
         "sglang:d1t4+fsdp:d1t2",
         "sglang:d1t4+fsdp:d1p2",
-        "expected p1, the trainer has no pipeline parallelism",
+        "expected p1, because the trainer has no pipeline parallelism",
     ),
     ("endpoints.inference", "[http://a:1]", "[a]", "http://HOST:PORT"),
     ("trial_name", "a" * 63, "a" * 64, "lower-case letters, digits and dashes"),
@@ -85,7 +85,7 @@ def test_limit_when_met_then_taken_and_when_passed_then_one_line_names_it(
 # Each is fine without the last of its settings.
 TOGETHER = [
     (["weight_sync.transport=distributed"], "weight_sync.max_unavailable=1", "expected 0 with"),
-    (["gconfig.max_new_tokens=8"], "actor.overlong_tokens=9", "0 to gconfig.max_new_tokens, 8"),
+    (["gconfig.max_new_tokens=8"], "actor.overlong_tokens=9", "0 to 8 (gconfig.max_new_tokens)"),
     (["algorithm=m2po"], "actor.prox_logp_method=behavior", "expected actor.prox_logp_method"),
     (["algorithm=m2po"], "actor.behavior_weight_cap=5.0", "at most 1"),
 ]

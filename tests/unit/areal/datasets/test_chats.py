@@ -81,7 +81,7 @@ def test_chat_when_of_a_common_family_then_the_prompt_is_what_a_server_would_be_
 
 
 def test_chat_when_the_template_rewrites_turns_then_refused_in_one_line() -> None:
-    with pytest.raises(InvalidInput, match=r"messages\[2\]: .* differently") as caught:
+    with pytest.raises(InvalidInput, match=r"messages\[2\]: .* changes this turn") as caught:
         chat_unit(
             with_template(FORGETFUL), [*CHAT[:2], {"role": "assistant", "content": "44"}, *CHAT[3:]]
         )

@@ -215,7 +215,7 @@ def test_layout_when_matrices_or_experts_are_spread_then_lora_is_refused(train: 
     from areal.config.experiment import GRPOConfig, build_config
 
     overrides = [f"allocation_mode=sglang:d1+fsdp:{train}", "actor.lora={}"]
-    with pytest.raises(ConfigError, match="not spread over t or e: expected a layout of d, s and"):
+    with pytest.raises(ConfigError, match="cannot be spread over t or e: expected a layout with"):
         build_config(GRPOConfig, None, overrides)
     assert build_config(GRPOConfig, None, overrides[1:]).actor.lora == LoraConfig()
 

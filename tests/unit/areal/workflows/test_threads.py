@@ -40,7 +40,7 @@ async def test_calls_when_too_many_hang_then_refused_until_they_return(released)
     outcomes = await asyncio.gather(*hangs, return_exceptions=True)
     assert [type(o) for o in outcomes] == [CallOverdue, CallOverdue, TooManyHung, TooManyHung]
     with pytest.raises(
-        TooManyHung, match="add: not called: 2 earlier calls still run past their limit"
+        TooManyHung, match="add: not called: 2 earlier calls are still running past their limit"
     ):
         await calls.run("add", 5, partial(sum, (1, 2)))
     released.set()

@@ -213,7 +213,7 @@ def _checked(
     if not query.shape[2] == key.shape[2] == tokens:
         raise InvalidInput(
             f"{name} attends from {query.shape[2]} positions to {key.shape[2]}: {kernel} attention "
-            f"computes {tokens} to {tokens}, each token of the batch once"
+            f"expects {tokens} of each, one for each token of the batch"
         )
     config = getattr(module, "config", None)
     layer_types = list(getattr(config, "layer_types", None) or ())
