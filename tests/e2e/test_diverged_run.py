@@ -44,7 +44,7 @@ def test_run_when_gradients_stay_not_finite_then_it_ends_with_the_cause_and_the_
         "step 4: 2 optimizer steps in a row had a gradient that is not finite: rank 1: advantages "
         "are not finite ("
     ) in said
-    assert "failed_step_4 (there: tasks e" in said
+    assert "failed_step_4 (not finite: tasks e" in said
     assert "version 3 is the last published" in said
     assert "advantages are not finite" in done.stdout + done.stderr
 

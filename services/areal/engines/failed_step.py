@@ -71,8 +71,8 @@ def keep(
         blamed=error.groups,
     )
     return TrainingDiverged(
-        f"step {step}: {'' if critic is None else 'critic: '}{error}; {where}; the run ends, "
-        f"version {session.step} is the last published",
+        f"step {step}: {'' if critic is None else 'critic: '}{error}; {where}; the run ends; "
+        f"version {session.step} is the last published one",
         cause=error.cause,
         batch=error.batch,
         groups=error.groups,
@@ -125,7 +125,7 @@ def save_failed_batch(
         return f"its batch could not be saved: {problems[0]}"
     named = [task for each in everyone for task in each["blamed"]]
     more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-    at_fault = f" (there: tasks {', '.join(named[:_MOST_NAMED])}{more})" if named else ""
+    at_fault = f" (not finite: tasks {', '.join(named[:_MOST_NAMED])}{more})" if named else ""
     return f"its batch is in {folder}{at_fault}"
 
 

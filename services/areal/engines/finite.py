@@ -49,7 +49,7 @@ def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
         tokens = int(batch["loss_mask"].sum())
         cause = f"the policy's logprobs are not finite ({bad_logprobs} of {tokens})"
     if not cause and not math.isfinite(loss):
-        cause = f"the loss is {loss}, its inputs and logprobs are finite"
+        cause = f"the loss is {loss}, but its inputs and logprobs are finite"
     return {"cause": cause, "groups": sorted(groups)}
 
 

@@ -46,7 +46,7 @@ def test_ppo_update_when_the_critic_diverges_then_its_batch_is_kept_and_replayed
     folder = session.config.run_dir / "failed_step_1"
     blamed = int(batch["group_index"][-1])
     assert str(caught.value).startswith("step 1: critic: 1 optimizer steps in a row")
-    assert f"its batch is in {folder} (there: tasks task-{blamed})" in str(caught.value)
+    assert f"its batch is in {folder} (not finite: tasks task-{blamed})" in str(caught.value)
     (kept,), info = failed_step.load_failed_batch(folder)
     assert kept.keys() == batch.keys()
     for key, tensor in batch.items():

@@ -56,7 +56,7 @@ def test_train_batch_when_steps_in_a_row_are_not_finite_then_the_third_ends_trai
         assert engine.train_batch(batch, broken)["skipped_steps"] == 1.0
     said = (
         "^3 optimizer steps in a row had a gradient that is not finite: "
-        r"rank 0: the loss is -inf, its inputs and logprobs are finite$"
+        r"rank 0: the loss is -inf, but its inputs and logprobs are finite$"
     )
     with pytest.raises(TrainingDiverged, match=said) as caught:
         engine.train_batch(batch, broken)
@@ -151,7 +151,7 @@ def test_failed_batch_when_saved_then_loads_and_the_replay_finds_the_same_cause(
     where = failed_step.save_failed_batch(
         folder, error.batch, info, rank=0, tasks=["e0-4", "e0-5", "e0-9"], blamed=error.groups
     )
-    assert where == f"its batch is in {folder} (there: tasks e0-9)"
+    assert where == f"its batch is in {folder} (not finite: tasks e0-9)"
     (batch,), read = failed_step.load_failed_batch(folder)
     assert read == {**json.loads(json.dumps(info)), "task_ids": [["e0-4", "e0-5", "e0-9"]]}
     assert batch.keys() == error.batch.keys()
