@@ -98,7 +98,7 @@ test-agents-sdk: $(STAMP) ## Test OpenAI's Agents SDK, unmodified, as an agent (
 	.venv-agents-sdk/bin/pip install -q --no-deps --upgrade --target build/agents-sdk openai-agents==0.24.0 griffelib==2.4.1 mcp==2.3.0 mcp-types==2.3.0 pyjwt==2.15.1 python-multipart==0.0.34 sse-starlette==3.7.0 websockets==16.1.1
 	PYTHONPATH=build/agents-sdk $(BIN)/python -m pytest -q -k sdk tests/unit/test_example_lines.py tests/unit/test_learning_table.py tests/integration/test_agent_sessions.py tests/integration/test_agent_recipes.py $(ARGS)
 
-test-verifiers: $(STAMP) ## Test environments of verifiers and OpenEnv, unmodified (downloads them into .venv-verifiers)
+test-verifiers: $(STAMP) ## Test unmodified verifiers and OpenEnv environments (downloads them into .venv-verifiers)
 	$(BIN)/python -m venv .venv-verifiers
 	.venv-verifiers/bin/pip install -q uv==0.13.9
 	.venv-verifiers/bin/uv pip install -q --python .venv-verifiers/bin/python 'verifiers[openenv]==0.4.0'

@@ -230,7 +230,8 @@ class Trajectory:
     """Token ids of the prompt, the answers, and the context between them."""
     loss_mask: npt.NDArray[np.bool_]
     """True on the sampled tokens that this trajectory's loss covers; False on all others: prompts,
-    tool results, and answers that the loss of another trajectory of the same agent run covers."""
+    tool results, and answers that are already covered by the loss of another trajectory of the
+    same agent run."""
     behavior_logprobs: npt.NDArray[np.float32]
     """Logprob of each token under the weights that sampled it; 0 where `loss_mask` is False."""
     token_versions: npt.NDArray[np.int32]
@@ -275,7 +276,7 @@ class TrajectoryGroup:
     episode_s: float = 0.0
     """Seconds that the workflow ran."""
     score_s: float = 0.0
-    """Seconds that it waited for rewards; calls at the same time add up."""
+    """Seconds that it waited for rewards; the times of concurrent calls are added up."""
 
     @property
     def images(self) -> tuple[bytes, ...]:

@@ -51,12 +51,14 @@ _NOTES = {
 the seeds should be within the spread of the seeds at η = 0. These runs use half the recipe's
 learning rate and twice its steps, so the probability of an answer changes at most 4-fold within 8
 versions. *Decoupled* is decoupled PPO, which clips the ratio to the policy at the start of the
-step. *Plain PPO* clips the ratio to the policy that sampled the tokens.
+step; it meets the goal. *Plain PPO*, which clips the ratio to the policy that sampled the tokens,
+does not.
 """,
     "Asynchrony at the full rate": """\
 The cost of staleness depends on how far the policy moves from one version to the next. At the
-recipe's own learning rate, the probability of an answer changes up to 30-fold within 8 versions. A
-staleness bound of 4 or more then costs several hundredths of the mean held-out reward.
+recipe's own learning rate, the probability of an answer changes up to 30-fold within 8 versions.
+With decoupled PPO, a staleness bound of 4 or 8 then lowers the mean held-out reward by 0.06 to
+0.07. With plain PPO, a bound of 8 lowers it by 0.11.
 """,
 }
 """Explanations by section, printed below its comparison."""

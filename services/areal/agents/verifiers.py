@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` package, unchanged: their own EnvServer plays the episodes.
+"""Unmodified `verifiers` environments: the package's own EnvServer runs the episodes.
 
 rollout worker                                   EnvServer, in an environment of its own
 run(task_data, base_url, key)           ──>      harness, tools, users, sandboxes
@@ -59,13 +59,14 @@ def verifiers_rows(python: str, taskset: dict[str, Any], count: int) -> list[dic
 
 
 class VerifiersWorkflow(RolloutWorkflow):
-    """Runs an environment of the `verifiers` package.
+    """Runs episodes of an unmodified `verifiers` environment.
 
-    For each row, the package's program EnvServer runs `gconfig.n_samples` episodes, as the package
-    defines them, and calls the model being trained. An episode of the package has one or more
-    traces; each trace is the record of one agent. If the environment marks an agent as trainable,
-    the agent's trace becomes trajectories with the trace's reward. The trajectories'
-    `reward_parts` are the values of the environment's reward functions before weighting.
+    For each row, EnvServer, the package's server, runs `gconfig.n_samples` episodes, which call the
+    model being trained. Here, *episode* has the package's meaning: one attempt at the row. An
+    episode has one or more traces; each trace is the record of one agent. If the environment marks
+    an agent as trainable, the agent's trace becomes trajectories with the trace's reward. The
+    trajectories' `reward_parts` are the values of the environment's reward functions before
+    weighting.
 
     Example:
         >>> from areal.agents.verifiers import verifiers_rows
@@ -93,7 +94,7 @@ class VerifiersWorkflow(RolloutWorkflow):
                 EnvServer itself uses the package `renderers` to turn messages into token ids, and
                 EnvServer's traces have ids and logprobs. If None, AReaL applies the model's chat
                 template.
-            timeout_s: Time limit of each of the package's episodes, in seconds.
+            timeout_s: Time limit of each episode, in seconds.
             template: Variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:

@@ -136,7 +136,7 @@ class EngineConfig:
     """The model outputs one number per token instead of a distribution, as a critic or a reward
     model does. Its head starts at 0 unless `path` has one."""
     kernels: Kernels = field(default="eager", metadata=_NOT_A_KEY)
-    """What computes a layer's norms, rotary embeddings and gates."""
+    """What computes a layer's norms, rotary embeddings and MLP activations."""
     offload: bool = False
     """Keep the weights in host memory; each layer is copied to the GPU while it computes. For a
     model that is trained, the gradients and the optimizer state are in host memory, too, and the
@@ -178,9 +178,10 @@ class TrainEngineConfig(EngineConfig):
     null means `none` on a CPU. On a GPU, null means the first of these modes that fits according to
     the estimate of `areal doctor`, or `full` if there is no estimate."""
     kernels: Kernels = "eager"
-    """How a layer's norms, rotary embeddings and gates are computed: `eager` (one operation after
-    another), `compile` (torch.compile for each layer; the first steps take minutes) or `liger` (the
-    package liger-kernel; needs a GPU). None of the three has been measured on a GPU yet."""
+    """How a layer's norms, rotary embeddings and MLP activations are computed: `eager` (one
+    operation after another), `compile` (torch.compile for each layer; the first steps take minutes)
+    or `liger` (the package liger-kernel; needs a GPU). None of the three has been measured on a GPU
+    yet."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """AdamW and its learning-rate schedule; null for a model that is not trained."""
     largest_micro_batch: int = field(default=0, metadata=_NOT_A_KEY)

@@ -139,7 +139,7 @@ def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> Any:
 def use_kernels(
     hf: Any, layers: Sequence[nn.Module], kernels: Kernels, device: torch.device
 ) -> None:
-    """Let torch.compile or Liger compute the layers' norms, rotary embeddings and gates.
+    """Let torch.compile or Liger compute the layers' norms, rotary embeddings and activations.
 
     torch.compile compiles each layer on its own, again when the number of tokens first changes,
     then for any number; sizes of the model stay constants. Attention is left out: the graph breaks

@@ -14,7 +14,7 @@
 | completion | string | the text that its reward saw |
 | turns | list of {sampled: bool, tokens: int32, text} | what was given and sampled, in order |
 | input_ids | list of int32 | prompt, samples, and what a tool or environment said between them |
-| loss_mask | list of bool | true where the policy sampled the token |
+| loss_mask | list of bool | true on the sampled tokens that the trajectory's loss covers |
 | logprobs | list of float32 | of the policy that sampled, at its temperature; 0 elsewhere |
 | versions | list of int32 | the policy version that sampled each token; -1 elsewhere |
 | rewards | list of float32 | where its reward came; an outcome is on the last sampled token |
