@@ -53,10 +53,27 @@ def describe_failure(error: BaseException) -> Return:
         return _own(str(leaf), leaf.traceback)
     name = type(leaf).__name__
     line = str(leaf) if isinstance(leaf, WorkflowError) else f"{name}: {leaf}"
-    text = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(_without_repeats(error)))
     if not _PLACE.search(line):
         line = _line(line)[:800] + (_where_raised(leaf) or _where_raised(error))
     return _own(line, text, name)
+
+
+def _without_repeats(error: BaseException) -> BaseException:
+    """Returns the exception; from a group, exceptions with equal tracebacks are kept once."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    seen: set[str] = set()
+
+    def first(each: BaseException) -> bool:
+        if isinstance(each, BaseExceptionGroup):
+            return False  # look into it
+        text = "".join(traceback.format_exception(each))
+        repeated = text in seen
+        seen.add(text)
+        return not repeated
+
+    return error.subgroup(first) or error
 
 
 def _own(line: str, trace: str, kind: str = "") -> Return:

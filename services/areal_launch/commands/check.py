@@ -32,8 +32,9 @@ def check(recipe: Path, config: Path | None, overrides: list[str], *, as_json: b
             for each in findings
         ],
     )
-    for each in failed:
-        if each.traceback:
-            say(f"\n{each.traceback.rstrip()}")
+    # Several workflows of a recipe often fail in the same place.
+    for trace in dict.fromkeys(each.traceback.rstrip() for each in failed):
+        if trace:
+            say(f"\n{trace}")
     say(f"\n{time.monotonic() - began:.1f} s, nothing was started")
     return int(bool(failed))
