@@ -16,7 +16,9 @@ def main() -> int:
     lines = ["| AReaL | here |", "|---|---|"]
     for key, rule in RULES.items():
         if key != rule:
-            lines.append(f"| `{key}` | {f'`{rule}`' if isinstance(rule, str) else rule.says} |")
+            rest = ", other keys" if any(each.startswith(f"{key}.") for each in RULES) else ""
+            says = f"`{rule}`" if isinstance(rule, str) else rule.says
+            lines.append(f"| `{key}`{rest} | {says} |")
     same = ", ".join(f"`{key}`" for key, rule in RULES.items() if key == rule)
     table = "\n".join([f"These keys have the same name and meaning here: {same}.", "", *lines])
     head, _, rest = TARGET.read_text().partition(BEGIN)

@@ -300,9 +300,9 @@ class WeightUpdateMeta:
 
     @classmethod
     def from_disk(cls, path: str = "") -> WeightUpdateMeta:
-        """Returns the transport `disk`, which publishes to a folder that all servers can read.
+        """Returns the transport `disk` with a path; without one, the configured transport and path.
 
         Args:
-            path: The folder. If it is "", the configured transport and path are returned.
+            path: A folder that all servers can read, or "".
         """
         return cls(type="disk" if path else "", path=path)

@@ -48,11 +48,12 @@ closed a quarter of the gap to its teacher.
 _NOTES = {
     "Asynchrony": """\
 η is the staleness bound. Training on stale samples should cost nothing: at every η, the mean over
-the seeds should be within the spread of the seeds at η = 0. These runs use half the recipe's
-learning rate and twice its steps, so the probability of an answer changes at most 4-fold within 8
-versions. *Decoupled* is decoupled PPO, which clips the ratio to the policy at the start of the
-step; it meets the goal. *Plain PPO*, which clips the ratio to the policy that sampled the tokens,
-does not.
+the seeds should be within the spread of the seeds at η = 0. *Decoupled* PPO, which clips the ratio
+between the new policy and the policy at the start of the step, reaches this goal. *Plain PPO*,
+which clips the ratio between the new policy and the policy that sampled the tokens, does not.
+
+These runs use half the recipe's learning rate, so the probability of an answer changes at most
+4-fold within 8 versions. They take twice the recipe's steps, so the policy moves as far in total.
 """,
     "Asynchrony at the full rate": """\
 The cost of staleness depends on how far the policy moves from one version to the next. At the

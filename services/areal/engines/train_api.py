@@ -202,8 +202,8 @@ class TrainEngine(abc.ABC):
         Yields:
             On rank 0, pairs (name, CPU tensor). First come the tensors that Hugging Face's
             `save_pretrained` writes, with the same names and shapes; tied weights come only once.
-            Then come the other tensors of the model's folder, such as layers for speculative
-            decoding, unchanged. The other ranks yield nothing.
+            Then come tensors of the model's folder that the model does not load, such as layers
+            for speculative decoding; these are not cast. The other ranks yield nothing.
         """
 
     @abc.abstractmethod

@@ -23,7 +23,7 @@ def group_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     Example:
         >>> @group_reward
         ... def shortest(completions, answer, **data) -> list[float]:
-        ...     least = min(map(len, completions)) + 1  # an answer may be empty
+        ...     least = min(map(len, completions)) + 1  # a text may be empty
         ...     return [float(answer in text) * least / (len(text) + 1) for text in completions]
     """
     setattr(function, _MARK, True)

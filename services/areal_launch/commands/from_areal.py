@@ -338,8 +338,10 @@ RULES: dict[str, str | Rule] = {
         "`actor.lora.targets`; an empty list means all linear layers except the head"
     ),
     "actor": Rule("no counterpart"),
-    "ref": Rule("`ref.path` and `ref.offload`; all else is as in `actor`", _reference),
-    "critic": Rule("`algorithm: ppo` and `critic.lr`; all else is as in `actor`"),
+    "ref": Rule(
+        "`ref.path` and `ref.offload`; its other settings are those of `actor`", _reference
+    ),
+    "critic": Rule("`algorithm: ppo` and `critic.lr`; its other settings are those of `actor`"),
     "teacher": Rule(
         "`teacher`, a folder or a server's URL, in a recipe like `examples/on_policy_distill.py`"
     ),

@@ -1,4 +1,4 @@
-"""`areal show` and `areal export`: what a run was trained on."""
+"""`areal show` and `areal export`: the groups that a run trained on."""
 
 from __future__ import annotations
 
