@@ -28,8 +28,11 @@ def tries() -> list[tuple[str, dict[str, Any]]]:
 def test_case_when_it_runs_in_miniature_then_it_gives_figures(
     name: str, setting: dict[str, Any]
 ) -> None:
+    demo = Path("runs/models/arithmetic-seed0")
+    there = demo.exists()
     result = kit.run_apart(name, setting, 540, miniature=True)
     assert result["outcome"] == "ok", result
+    assert demo.exists() == there, "the demo would train a miniature's model"
     figures = [value for value in result.values() if isinstance(value, int | float)]
     assert len(figures) >= 2, result
     if name == "correct":

@@ -27,7 +27,9 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     small = _SMALL if miniature else ()
     for total in (steps, 2 * steps):
         command = [sys.executable, "-m", "areal_launch", "run", str(RECIPE), f"run_root={root}"]
-        subprocess.run([*command, f"total_train_steps={total}", *small], check=True)
+        # The recipe's own path is that of the demo, which would train what a miniature left there.
+        model = f"model.path={root}/model"
+        subprocess.run([*command, model, f"total_train_steps={total}", *small], check=True)
     (file,) = root.rglob("metrics.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows = [row for row in rows if "time/step" in row][-steps:]
