@@ -68,8 +68,8 @@ def allocation_values(config: BaseExperimentConfig) -> dict[str, Any]:
 def _model(config: BaseExperimentConfig) -> tuple[str, str]:
     """`model.path` on the cluster's volume, and the address that it is fetched from, or "".
 
-    A plain `org/name` could be a folder there: which folders exist here says nothing about the
-    volume. So it is refused.
+    A plain `org/name` is refused, because it could be a folder there, unless a folder `org` exists
+    here, too.
     """
     folder, source = find_model(config.model.path, made=True)
     return str(folder) if source else config.model.path, source
