@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-failed test-fast chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-agents-sdk test-verifiers test-liger images e2e-compose clean
+.PHONY: help setup demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-agents-sdk test-verifiers test-liger images e2e-compose clean
 
 ##@ Start
 
@@ -41,21 +41,41 @@ demo: $(STAMP) ## Train a tiny policy to add, on this machine's CPU
 
 ##@ Test
 
-# Two workers, each of which runs whole files: tests spend much of their time waiting for processes.
-test: $(STAMP) ## Run all tests that need no cluster
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+# Workers take whole files, the longest first (tests/plugins/order.py). They are more than two cores,
+# since tests spend much of their time waiting for processes.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+
+test: $(STAMP) ## Run the tests that need no cluster, all but the long ones
+	$(BIN)/python -m pytest -m 'not long' $(PARALLEL) $(ARGS)
+
+test-fast: $(STAMP) ## Run unit tests and the ledger's, as far as they start no process
+	$(BIN)/python -m pytest -m 'not process and not long' -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract/test_ledger*.py $(ARGS)
+
+test-changed: $(STAMP) ## Run the tests that your change reaches, for a minute (ARGS='--since main')
+	$(BIN)/python tools/changed_tests.py $(ARGS)
 
 test-failed: $(STAMP) ## Run the tests that failed in the last run again, one at a time
 	@echo 'flaky if they pass now:'; $(BIN)/python -m pytest --cache-show 'cache/lastfailed' -q | tail -n +3
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 $(ARGS)
 
-test-fast: $(STAMP) ## Run all tests except the slow ones
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+# Long tests run one at a time: most of them keep all cores busy by themselves.
+test-long: $(STAMP) ## Run the long tests, for over an hour (ARGS='--share=COMMIT': a few minutes of them)
+	CHAOS_MINUTES=$${CHAOS_MINUTES:-1.5} $(BIN)/python -m pytest -m long $(ARGS)
+
+test-all: test test-long ## Run all tests that need no cluster
+
+durations: $(STAMP) ## Record what each test costs, in tests/durations.json (ARGS='-m long')
+	rm -rf build/costs
+	$(BIN)/python -m pytest --costs=build/costs $(or $(ARGS),-m 'not long' $(PARALLEL)) || true
+	PYTHONPATH=. $(BIN)/python -m tests.plugins.costs build/costs --write
+
+mutants: $(STAMP) ## Plant bugs and see which tests catch them, for half an hour (ARGS='eng06 buf07')
+	PYTHONPATH=services:. $(BIN)/python -m tools.mutants $(ARGS)
 
 chaos: $(STAMP) ## Train while processes are killed at random (CHAOS_MINUTES=3 CHAOS_SEED=0 CHAOS_RANKS=1 CHAOS_TABLE=FILE)
 	$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
 
-chaos-short: $(STAMP) ## Run chaos for a minute and a half, as CI does
+chaos-short: $(STAMP) ## Run chaos for a minute and a half
 	CHAOS_MINUTES=1.5 $(BIN)/python -m pytest -q -s tests/chaos/test_chaos.py $(ARGS)
 
 elastic: $(STAMP) ## Train while the number of servers changes (2, 4, 1, 3) and one is killed (ELASTIC_SEED=0 ELASTIC_STEPS=120)

@@ -7,6 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.plugins.costs import Costs
+from tests.plugins.order import Order
+from tests.plugins.process_marker import ProcessMarker
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("areal")
+    group.addoption("--costs", type=Path, metavar="FOLDER", help="record what each test costs")
+    group.addoption(
+        "--share", default="", metavar="COMMIT", help="only the share of a commit (of long tests)"
+    )
+    group.addoption("--share-seconds", type=float, default=300.0, help="of wall time (300)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    share, seconds = config.getoption("--share"), config.getoption("--share-seconds")
+    plugins: list[object] = [ProcessMarker(), Order(share, seconds)]
+    if (folder := config.getoption("--costs")) is not None:
+        plugins.append(Costs(folder))
+    for plugin in plugins:
+        config.pluginmanager.register(plugin)
 
 
 @pytest.fixture(scope="module", autouse=True)

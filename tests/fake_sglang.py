@@ -113,7 +113,10 @@ class FakeSGLang:
     async def _stream(
         self, request: web.Request, prompts: list[int], wholes: list[dict[str, Any]], batch: bool
     ) -> web.StreamResponse:
-        """As SGLang: cumulative, versions of tokens in the last event only, an index in a batch."""
+        """As SGLang: cumulative, versions of tokens in the last event only, an index in a batch.
+
+        Sequences of a batch come in any order, as there: here the last one is the first.
+        """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
 
@@ -123,7 +126,7 @@ class FakeSGLang:
 
         events = [(1, self.version)] if self.breaks_after is None else self.breaks_after
         for count, version in events:
-            for index, prompt in enumerate(prompts):
+            for index, prompt in reversed(list(enumerate(prompts))):
                 if index in self.ends_before:
                     continue
                 event = answer(prompt, count, version)

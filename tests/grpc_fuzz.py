@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
@@ -40,6 +41,16 @@ FINE = {
 }
 _TYPES = FieldDescriptor
 _MAX_DEPTH = 6
+
+
+WHOLE = "10"
+
+
+@pytest.fixture(params=["short", pytest.param("whole", marks=pytest.mark.long)])
+def fuzz_budget(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that uses it exists twice: as it is, and long, with ten times as many examples."""
+    if request.param == "whole" and "AREAL_FUZZ" not in os.environ:
+        monkeypatch.setenv("AREAL_FUZZ", WHOLE)
 
 
 def examples(short: int) -> int:

@@ -77,9 +77,9 @@ def modules(services: Path) -> dict[str, Path]:
     return found
 
 
-def imports(file: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Modules of ours that a file imports, at its top or inside a function."""
-    pending: list[ast.AST] = [ast.parse(file.read_text())]
+def imports(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of ours that a file's code imports, at its top or inside a function."""
+    pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -111,7 +111,7 @@ def house(package: str, services: Path = SERVICES) -> House:
             continue
         room = name.split(".")[1]
         below = graph.setdefault(room, set())
-        for target in imports(file, known):
+        for target in imports(ast.parse(file.read_text()), known):
             parts = target.split(".")
             if parts[0] == package and len(parts) > 1 and parts[1] != room:
                 below.add(parts[1])
@@ -124,7 +124,8 @@ def between(services: Path = SERVICES) -> Graph:
     graph: Graph = {name.split(".")[0]: set() for name in known}
     for name, file in known.items():
         package = name.split(".")[0]
-        graph[package] |= {each.split(".")[0] for each in imports(file, known)} - {package}
+        targets = imports(ast.parse(file.read_text()), known)
+        graph[package] |= {each.split(".")[0] for each in targets} - {package}
     return graph
 
 
@@ -137,7 +138,7 @@ def table(services: Path = SERVICES) -> str:
         cycles = each.cycles()
         floors = "" if cycles else str(len(each.floors()))
         rows.append(
-            f"| `{name}` | {each.lines:,} | {len(each.graph)} | {floors} | {each.arrows} "
+            f"| `{name}` | {each.lines / 1000:.1f}k | {len(each.graph)} | {floors} | {each.arrows} "
             f"| {', '.join(cycles) or 0} |"
         )
     for name in ("areal", "areal_launch"):

@@ -1,4 +1,4 @@
-"""`make chaos` only: it takes minutes, so it is collected when it is named."""
+"""Everything here trains for minutes while something is broken: `make chaos`, or a share in CI."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--json", action="store_true", help="print the report as one line of JSON")
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    named = any("chaos" in Path(arg).parts for arg in config.args)
-    return None if named else True
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("long")

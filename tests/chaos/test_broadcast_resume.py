@@ -25,7 +25,7 @@ from areal.config.experiment import load_service_config
 from areal.weights.manifest import PolicyVersion, build_manifest
 from areal.weights.servers import InferenceServer, ServerState
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 STEPS, ABANDONED = 4, 3
 

@@ -104,7 +104,7 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
     report = as_dict(SEED, MINUTES, time.monotonic() - began, chaos.faults, checks)
     file = stack.run_dir / "chaos.json"
     file.write_text(json.dumps(report, indent=2) + "\n")
-    if request.config.getoption("--json"):
+    if request.config.getoption("--json", default=False):
         print(json.dumps(report))
     else:
         show(report, Console(width=120))

@@ -18,7 +18,7 @@ from tests.integration.stack_tools import RunningStack, areal_background, eventu
 
 from areal.models.tiny import make_tiny_model
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(600)
 
 FULL_S = float(os.environ.get("FULL_S", "20"))
 STEPS = 12

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.chaos.trainer_rig import whole_run
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_run_when_redis_lost_everything_then_it_goes_on_from_the_newest_checkpoint(

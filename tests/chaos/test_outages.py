@@ -19,7 +19,7 @@ from tests.redis_server import RedisServer
 
 from areal.models.tiny import make_tiny_model
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTAGE_S = float(os.environ.get("OUTAGE_S", "60"))

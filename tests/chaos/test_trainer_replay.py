@@ -30,7 +30,7 @@ from tests.unit.areal.engines.train_fixtures import assert_gradients_close
 
 from areal.training.rank_watch import RANK_SILENT_S
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(900)
 
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 KILLS, STEPS = 20, 60

@@ -24,7 +24,7 @@ from tests.chaos.trainer_rig import BATCH, trainer_rig, whole_run
 from tests.integration.stack_tools import eventually
 from tests.service_process import free_port
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12
 STOPPED_S = 65.0

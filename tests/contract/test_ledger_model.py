@@ -7,6 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -43,7 +44,10 @@ from areal_weight_sync.store.redis import RedisStore
 
 IDS = [f"t{i}" for i in range(24)] + [f"s{i}" for i in range(6)]
 STEPS = int(os.environ.get("LEDGER_MODEL_STEPS", "60"))
-EXAMPLES = int(os.environ.get("LEDGER_MODEL_EXAMPLES", "60"))
+EXAMPLES = [
+    40,
+    pytest.param(int(os.environ.get("LEDGER_MODEL_EXAMPLES", "400")), marks=pytest.mark.long),
+]
 
 IDLE_MS = 7 * 24 * 3600 * 1000
 ENDS = ("delivered", "rejected", "cancelled", "expired")
@@ -551,12 +555,15 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(trained) == len(set(trained))  # L2
 
 
-def test_ledger_when_anything_interleaves_then_equals_the_model(redis_process: str) -> None:
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_ledger_when_anything_interleaves_then_equals_the_model(
+    redis_process: str, examples: int
+) -> None:
     LedgerMachine.url = redis_process
     run_state_machine_as_test(
         LedgerMachine,
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=examples,
             stateful_step_count=STEPS,
             deadline=None,
             database=None,

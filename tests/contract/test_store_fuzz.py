@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from tests.grpc_fuzz import fuzz_budget  # noqa: F401 - a fixture
 from tests.http_fuzz import fuzz_route, fuzz_socket
 from tests.ports import free_port
 
@@ -17,6 +18,8 @@ from areal.security import Security
 from areal.weights.sidecar import Sidecar
 from areal_weight_sync.store.http import StoreApp
 from areal_weight_sync.store.weights import WeightStore
+
+pytestmark = pytest.mark.usefixtures("fuzz_budget")
 
 NAME = "v00000001-inc1"
 MANIFEST = {

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.cluster_runs import RECIPE, arguments, check_books, rows_of
 from tests.integration.stack_tools import RunningStack, areal
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 RIGHT = '    return float(completions.strip().lstrip("0") == answer)\n'
 # Only on what a real policy says: what `areal run` tries before it starts would find it at once.

@@ -20,7 +20,6 @@ HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.whi
 
 pytestmark = [
     pytest.mark.timeout(1200),
-    pytest.mark.slow,
     pytest.mark.skipif(
         not os.environ.get("AREAL_TEST_KUBERNETES"), reason="make e2e-kubernetes-run runs this"
     ),

@@ -17,7 +17,6 @@ from areal_launch.processes.descendants import find_tagged
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.slow,
     pytest.mark.skipif(not os.environ.get("AREAL_TEST_RAY"), reason="make e2e-ray runs these"),
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="the package ray is not installed"

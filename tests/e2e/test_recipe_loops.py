@@ -13,7 +13,7 @@ from tests.metric_names import read_metrics
 
 from areal.models.tiny import make_tiny_model
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,6 +42,7 @@ def test_loop_of_the_documents_when_run_as_written_then_trains_its_steps(tmp_pat
     assert summary["accounting"]["trained"] == summary["accounting"]["submitted"] == 24
 
 
+@pytest.mark.long
 def test_gsm8k_when_run_with_a_tiny_model_then_trains_and_engine_and_trainer_agree(
     tmp_path: Path,
 ) -> None:
@@ -78,6 +79,7 @@ def test_gsm8k_when_run_with_a_tiny_model_then_trains_and_engine_and_trainer_agr
     assert rows[0]["mismatch/max"] < 1e-2
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_alone_and_resumes(
     tmp_path: Path,
@@ -97,6 +99,7 @@ def test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_alone_and_res
     assert all(told <= row.keys() for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eta", [0, 2])
 def test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_and_no_more(
     tmp_path: Path, eta: int, monkeypatch: pytest.MonkeyPatch

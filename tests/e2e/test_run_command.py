@@ -12,7 +12,7 @@ from tests.e2e.cluster_runs import BATCH, SAMPLES, arguments, check_books, rows_
 from tests.integration.stack_tools import RunningStack, areal, areal_background, eventually
 from tests.kept import check_kept
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_run_when_the_trainer_is_killed_then_it_resumes_and_the_books_balance(

@@ -17,7 +17,6 @@ from areal_launch.processes.descendants import find_tagged
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.slow,
     pytest.mark.skipif(not os.environ.get("AREAL_TEST_SLURM"), reason="make e2e-slurm runs these"),
     pytest.mark.skipif(bool(missing_programs()), reason=missing_programs()),
 ]

@@ -16,7 +16,7 @@ from tests.integration.stack_tools import RunningStack
 
 from areal.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -35,6 +35,7 @@ def samples(stack: RunningStack, model: Path) -> list[tuple[str, str, float]]:
     return found
 
 
+@pytest.mark.long
 def test_multi_turn_math_when_run_then_late_answers_are_discounted_and_feedback_is_not_trained(
     tmp_path: Path,
 ) -> None:
@@ -51,6 +52,7 @@ def test_multi_turn_math_when_run_then_late_answers_are_discounted_and_feedback_
     assert not any("more" in said or "less" in said for said, _, _ in trained)
 
 
+@pytest.mark.long
 def test_search_agent_when_run_then_documents_are_read_and_not_trained(tmp_path: Path) -> None:
     stack = RunningStack(tmp_path / "runs" / "search-agent" / "demo")
     more = ("heldout_problems=20", "warm_start_steps=75", "train_problems=20")
@@ -69,6 +71,7 @@ def test_search_agent_when_run_then_documents_are_read_and_not_trained(tmp_path:
     assert not any("parcel" in said or "nothing" in said for said, _, _ in trained)
 
 
+@pytest.mark.long
 def test_tool_calculator_when_run_then_results_are_context_and_only_right_ones_are_rewarded(
     tmp_path: Path,
 ) -> None:
@@ -90,6 +93,7 @@ def test_tool_calculator_when_run_then_results_are_context_and_only_right_ones_a
     assert results, "the warm start shows it how to call"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 def test_code_rl_when_run_then_exactly_what_passes_its_tests_has_a_reward(tmp_path: Path) -> None:
     stack = RunningStack(tmp_path / "runs" / "code-rl" / "demo")

@@ -15,7 +15,6 @@ from tests.metric_names import read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "example",

@@ -35,7 +35,7 @@ from areal.v1 import (
 from areal_weight_sync.engine.base import EngineError, Fault
 from areal_weight_sync.engine.http import HttpEngine, open_session
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(240)
 
 TOKEN = "correct-horse-battery-staple"
 WRONG = "Bearer incorrect-horse-battery-staple"

@@ -17,7 +17,7 @@ from areal.clients.weight_sync import WeightSyncClient
 from areal.types import TaskState
 from areal.weights.servers import InferenceServer, ServerState
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 # What is said, and within how many seconds on an idle machine: the probe interval (1 s), two
 # unanswered probes (2 s each); a lie is found out by an update that does not take.

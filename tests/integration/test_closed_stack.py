@@ -20,7 +20,7 @@ from tests.integration.stack_tools import RunningStack, areal, environment, runn
 
 from areal.config.experiment import GRPOConfig, load_service_config
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534

@@ -19,6 +19,7 @@ from tests.grpc_fuzz import (
     Words,
     channel_to,
     discover,
+    fuzz_budget,  # noqa: F401 - a fixture
     fuzz_method,
     send_padded,
     send_too_large,
@@ -38,7 +39,7 @@ from areal.v1 import (
 )
 from areal_inference.http_api.app import build_app
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("fuzz_budget")]
 
 # Lists of requests per method, eight requests each at most.
 SHORT = 6

@@ -120,6 +120,21 @@ async def test_group_when_streamed_then_every_answer_is_whole():
         check(response, 600)
 
 
+async def test_group_when_continued_and_streamed_then_each_answer_continues_its_own_tokens():
+    server = FakeSGLang(version="4")
+    responses = [empty() for _ in range(3)]
+    for response, had in zip(responses, (2, 0, 5), strict=True):
+        response.output_tokens += [token_at(len(PROMPT) + i) for i in range(had)]
+        response.output_logprobs += [-(len(PROMPT) + i) / 100 for i in range(had)]
+        response.output_versions += [3] * had
+    async with serving(server) as client:
+        await client.generate(request(600), responses)
+    assert server.requests[0]["stream"] is True
+    for response, had in zip(responses, (2, 0, 5), strict=True):
+        check(response, 600)
+        assert response.output_versions == [3] * had + [4] * (600 - had)
+
+
 async def test_group_when_the_worker_drains_then_every_answer_is_aborted_and_kept():
     first = FakeSGLang(version="1", hold=True)
     async with serving(first) as client:

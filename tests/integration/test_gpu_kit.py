@@ -12,8 +12,6 @@ import torch
 from tools.gpu import __main__ as kit
 from tools.gpu import cases, table
 
-pytestmark = pytest.mark.slow
-
 
 def tries() -> list[tuple[str, dict[str, Any]]]:
     """The last setting of each case; of `probe` all."""
@@ -24,6 +22,7 @@ def tries() -> list[tuple[str, dict[str, Any]]]:
     return chosen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "setting"), tries(), ids=str)
 def test_case_when_it_runs_in_miniature_then_it_gives_figures(
     name: str, setting: dict[str, Any]

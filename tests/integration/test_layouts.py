@@ -40,9 +40,30 @@ def launch(folder, launches):
     assert done.returncode == 0, done.stderr[-6000:]
 
 
+class Runs:
+    """Name of a job -> (tensors, statistics per step); what is launched together runs when one of
+    it is asked for.
+    """
+
+    def __init__(self, folder, launches):
+        """`launches`: [ranks, jobs], …"""
+        self._folder = folder
+        self._of = {Path(job["out"]).name: each for each in launches for job in each[1]}
+        self._results = {}
+
+    def __getitem__(self, name):
+        if name not in self._results:
+            ranks, jobs = self._of[name]
+            launch(self._folder, [[ranks, jobs]])
+            for job in jobs:
+                rows = json.loads(Path(job["out"] + ".json").read_text())
+                self._results[Path(job["out"]).name] = (load_file(job["out"]), rows)
+        return self._results[name]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Name of a job -> (tensors, statistics per step)."""
+    """All jobs, one launch for each number of ranks."""
     folder = tmp_path_factory.mktemp("layouts")
     models = {
         kind: str(make_family(kind, folder / kind, num_key_value_heads=4))
@@ -95,12 +116,7 @@ def runs(tmp_path_factory):
             jobs.append(job("qwen3", "d4s2", "float64", seeds=STEPS[:5], save_to=half, **adapters))
             jobs.append(job("qwen3", "d2c2", "float64", resume=half, **adapters))
         launches.append([ranks, jobs])
-    launch(folder, launches)
-    results = {}
-    for each in (job for _, jobs in launches for job in jobs):
-        rows = json.loads(Path(each["out"] + ".json").read_text())
-        results[Path(each["out"]).name] = (load_file(each["out"]), rows)
-    return results
+    return Runs(folder, launches)
 
 
 def assert_weights_close(ours, expected, relative):
@@ -111,7 +127,9 @@ def assert_weights_close(ours, expected, relative):
 
 
 def others(layouts):
-    return [layout for ranks in (2, 4) for layout in layouts[ranks]]
+    """Layouts of several ranks; four share few cores, so theirs are long."""
+    four = (pytest.param(layout, marks=pytest.mark.long) for layout in layouts[4])
+    return [*layouts[2], *four]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
@@ -176,6 +194,7 @@ def test_weights_of_experts_when_trained_in_a_layout_then_equal_those_of_one_ran
             assert a[name] == pytest.approx(b[name], rel=1e-8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "relative"), [("qwen3", 1e-10), ("qwen3_moe", 1e-9)])
 def test_weights_when_a_run_resumes_in_other_layouts_then_equal_those_of_one_rank(
     runs, kind, relative
@@ -205,6 +224,7 @@ def test_export_when_adapters_trained_in_a_layout_then_equals_that_of_one_rank(r
     assert rows1[-1]["loss"] != pytest.approx(rows1[0]["loss"], rel=1e-3)
 
 
+@pytest.mark.long
 def test_export_when_adapters_resume_in_another_layout_then_equals_that_of_one_rank(runs):
     (ours, rows), (one, _) = (
         runs[f"qwen3-{each}-lora"] for each in ("d2c2-float64-resume-export", "d1-float64-export")

@@ -1,11 +1,7 @@
 """What saves memory or time changes nothing else: recomputing, compiling, offloading (gloo)."""
 
-import json
-from pathlib import Path
-
 import pytest
-from safetensors.torch import load_file
-from tests.integration.test_layouts import LIMIT_S, STEPS, assert_weights_close, launch
+from tests.integration.test_layouts import LIMIT_S, STEPS, Runs, assert_weights_close
 from tests.unit.areal.engines.hub_families import make_family
 from tests.unit.areal.engines.train_fixtures import assert_gradients_close
 
@@ -19,16 +15,22 @@ MODES = {
     "compiled_again": {"kernels": "compile", "gradient_checkpointing": True},
 }
 EAGER = [mode for mode in MODES if not mode.startswith("compiled")]
-# By number of ranks: (kind of model, layout) -> modes.
-CASES = {
-    1: {("qwen3", "d1"): list(MODES), ("qwen3_moe", "d1"): ["plain"]},
-    2: {
-        ("qwen3", "d2"): list(MODES),
-        ("qwen3", "d1t2"): EAGER,
-        ("qwen3", "d1c2"): EAGER,
-        ("qwen3_moe", "d2e2"): EAGER,
-    },
-}
+COMPILED = [mode for mode in MODES if mode not in EAGER]
+# Number of ranks, whether it is long, (kind of model, layout) -> modes.
+CASES = [
+    (1, False, {("qwen3", "d1"): EAGER, ("qwen3_moe", "d1"): ["plain"]}),
+    (2, False, {("qwen3", "d2"): EAGER}),
+    (1, True, {("qwen3", "d1"): COMPILED}),
+    (
+        *(2, True),
+        {
+            ("qwen3", "d2"): COMPILED,
+            ("qwen3", "d1t2"): EAGER,
+            ("qwen3", "d1c2"): EAGER,
+            ("qwen3_moe", "d2e2"): EAGER,
+        },
+    ),
+]
 
 pytestmark = pytest.mark.timeout(4 * LIMIT_S)
 
@@ -40,14 +42,14 @@ def modes_of(cases):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(mode, kind, layout, dtype) -> (tensors, statistics per step)."""
+    """Jobs of each mode, kind of model, layout and dtype."""
     folder = tmp_path_factory.mktemp("memory")
     models = {
         kind: str(make_family(kind, folder / kind, num_key_value_heads=4))
         for kind in ("qwen3", "qwen3_moe")
     }
-    names, launches = {}, []
-    for ranks, cases in CASES.items():
+    launches = []
+    for ranks, _, cases in CASES:
         jobs = []
         for mode, kind, layout in modes_of(cases):
             for dtype in ("float32", "float64"):
@@ -61,28 +63,28 @@ def runs(tmp_path_factory):
                     **MODES[mode],
                 }
                 name = f"{mode}-{kind}-{layout}-{dtype}"
-                out = names[mode, kind, layout, dtype] = str(folder / name)
+                out = str(folder / name)
                 first = {"gradients": True, "seeds": [0]} if dtype == "float32" else {}
                 jobs.append({"config": config, "out": out, "seeds": STEPS, **first})
         launches.append([ranks, jobs])
-    launch(folder, launches)
-    return {
-        key: (load_file(out), json.loads(Path(out + ".json").read_text()))
-        for key, out in names.items()
-    }
+    return Runs(folder, launches)
 
 
 def others():
-    every = [case for cases in CASES.values() for case in modes_of(cases)]
-    return [case for case in every if case[0] != "plain" or case[2] != "d1"]
+    return [
+        pytest.param(*case, marks=[pytest.mark.long] * long)
+        for _, long, cases in CASES
+        for case in modes_of(cases)
+        if case[0] != "plain" or case[2] != "d1"
+    ]
 
 
 @pytest.mark.parametrize(("mode", "kind", "layout"), others())
 def test_first_gradients_when_memory_is_saved_then_equal_those_of_one_plain_rank(
     runs, mode, kind, layout
 ):
-    (ours, rows) = runs[mode, kind, layout, "float32"]
-    (plain, rows1) = runs["plain", kind, "d1", "float32"]
+    (ours, rows) = runs[f"{mode}-{kind}-{layout}-float32"]
+    (plain, rows1) = runs[f"plain-{kind}-d1-float32"]
     assert_gradients_close(ours, plain, 1e-5)
     for name in ("loss", "entropy", "n_loss_tokens", "n_tokens"):
         assert rows[0][name] == pytest.approx(rows1[0][name], rel=1e-5)
@@ -90,8 +92,8 @@ def test_first_gradients_when_memory_is_saved_then_equal_those_of_one_plain_rank
 
 @pytest.mark.parametrize(("mode", "kind", "layout"), others())
 def test_weights_when_memory_is_saved_then_equal_those_of_one_plain_rank(runs, mode, kind, layout):
-    (ours, rows) = runs[mode, kind, layout, "float64"]
-    (plain, rows1) = runs["plain", kind, "d1", "float64"]
+    (ours, rows) = runs[f"{mode}-{kind}-{layout}-float64"]
+    (plain, rows1) = runs[f"plain-{kind}-d1-float64"]
     # transformers' routers compute in float32
     assert_weights_close(ours, plain, 1e-9 if kind == "qwen3_moe" else 1e-10)
     for a, b in zip(rows, rows1, strict=True):

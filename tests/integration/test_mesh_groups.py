@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 WORKER = Path(__file__).parent / "mesh_worker.py"
 
 
@@ -21,7 +19,6 @@ def ranks(tmp_path: Path, absent: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_mesh_when_all_ranks_come_then_each_group_has_the_deadline(tmp_path: Path) -> None:
     found = ranks(tmp_path, -1)
     assert [each["limits_s"] for each in found.values()] == [[3.0] * 3] * 4
@@ -33,7 +30,6 @@ def test_mesh_when_all_ranks_come_then_each_group_has_the_deadline(tmp_path: Pat
     }
 
 
-@pytest.mark.slow
 def test_mesh_when_a_rank_does_not_come_then_its_group_says_whom_it_waited_for(
     tmp_path: Path,
 ) -> None:

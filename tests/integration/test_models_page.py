@@ -35,8 +35,22 @@ def test_page_when_transformers_changes_then_lists_every_architecture():
     assert sum(row.result == RIGHT for row in rows) >= 45
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", rows_of_the_page(), ids=lambda row: row.model_type)
+# Those of the examples and of the tests' models, and one that is refused; `make test-all`: all.
+TRIED = {"qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "mistral", "qwen2_vl", "mamba"}
+
+
+def architectures():
+    return [
+        pytest.param(row, marks=[pytest.mark.long] * (row.model_type not in TRIED))
+        for row in rows_of_the_page()
+    ]
+
+
+def test_architectures_when_all_are_listed_then_those_tried_each_time_are_among_them():
+    assert {row.model_type for row in rows_of_the_page()} >= TRIED
+
+
+@pytest.mark.parametrize("row", architectures(), ids=lambda row: row.model_type)
 @pytest.mark.filterwarnings("ignore")
 def test_architecture_when_tried_then_is_what_the_page_says(row):
     torch.set_num_threads(1)

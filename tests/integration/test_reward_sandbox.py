@@ -52,7 +52,8 @@ async def test_reward_when_its_worker_is_in_a_box_then_it_scores_and_reaches_not
 ) -> None:
     digest = await buffer.put_recipe("boxed.py", RECIPE)
     config = (
-        f"reward: {{isolation: sandbox, timeout_s: 5}}\nendpoints: {{buffer: '{buffer_address}'}}"
+        # Far more than a busy machine needs until `big` has used up its memory.
+        f"reward: {{isolation: sandbox, timeout_s: 20}}\nendpoints: {{buffer: '{buffer_address}'}}"
     )
     async with service_process("areal_reward", tmp_path, config) as service:
         client = RewardClient(service.listen)

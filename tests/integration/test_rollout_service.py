@@ -342,7 +342,6 @@ async def test_server_when_killed_then_its_requests_end_elsewhere(stack):
     await client.close()
 
 
-@pytest.mark.slow
 async def test_worker_when_killed_then_its_next_life_has_the_leases_back_at_once(tmp_path):
     """Not after their time to live, which is ten minutes here."""
     with start_stack(tmp_path, servers=1, lease_ttl_s=600.0) as stack:

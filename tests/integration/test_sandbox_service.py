@@ -214,7 +214,9 @@ async def test_daemons_when_they_fork_on_after_their_command_then_they_end_with_
             "  except OSError: time.sleep(0.01)"
         )
         await box.run(code)
-        assert (await box.run("print(1)")).stdout == "1\n"
+        beside = await box.run("print(1)")
+        # The daemon soon has more processes than the box may: all in it end, perhaps this one too.
+        assert (beside.stdout, beside.cause) in (("1\n", ""), ("", "processes")), beside
         await box.kill()
         await metric(service, "areal_sandbox_warm 2.0")
         await until(lambda: count() == before, "the end of all in the box", state=count)

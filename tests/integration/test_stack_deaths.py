@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.integration.stack_tools import RunningStack, areal, areal_background, eventually
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 # Everything that a stack without trainer consists of; a wave is killed at once.
 WAVES = (

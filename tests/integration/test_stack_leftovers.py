@@ -11,7 +11,7 @@ import pytest
 from tests.daemons import SOURCE, Daemon
 from tests.integration.stack_tools import RunningStack, areal, eventually
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 RECIPE = (
     SOURCE

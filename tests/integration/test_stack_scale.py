@@ -15,7 +15,7 @@ from tests.integration.stack_tools import (
     running_stack,
 )
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 TASKS = 24
 

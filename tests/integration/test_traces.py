@@ -20,7 +20,7 @@ from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import save_config
 from areal.types import TaskState
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parents[2]
 RECIPE = '''

@@ -76,7 +76,6 @@ async def test_openenv_server_when_it_is_the_packages_own_then_an_episode_is_pla
     assert "letters, please (7)" in engine.tokenizer.decode(letters.input_ids.tolist())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2100)
 def test_environment_of_verifiers_when_run_then_three_steps_train_on_the_very_ids_it_has(
     tmp_path: Path,

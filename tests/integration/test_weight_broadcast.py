@@ -22,7 +22,6 @@ async def refused_when_misshapen(world: World) -> None:
     assert "group" not in world.servers[0][0].log
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_broadcast_when_servers_come_and_versions_follow_each_other_then_all_have_the_bits(
     tmp_path: Path,

@@ -67,7 +67,6 @@ def given(rig: WeightSyncRig) -> int:
     return int(counters.write_chars)
 
 
-@pytest.mark.slow
 async def test_version_when_16_servers_take_it_then_weight_sync_writes_one_copy(
     model: Path, tmp_path: Path
 ) -> None:
@@ -127,7 +126,6 @@ class BadGiver:
         return web.Response(body=bytes(part), status=206, headers={"Content-Range": span})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True], ids=["wrong bytes", "dies"])
 async def test_version_when_a_giver_fails_then_another_source_and_never_its_bytes(
     model: Path, tmp_path: Path, dies: bool

@@ -22,7 +22,6 @@ from areal.weights.servers import ServerState
 URL = f"s3://{BUCKET}/run"
 
 
-@pytest.mark.slow
 async def test_object_store_when_versions_follow_each_other_then_servers_serve_each_in_place(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

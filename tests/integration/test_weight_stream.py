@@ -21,7 +21,6 @@ from areal.weights.stream import StreamPublisher
 from areal_launch.commands.versions import list_versions
 
 
-@pytest.mark.slow
 async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in_place(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,7 @@ from areal_launch.processes.supervisor import RestartPolicy, Supervisor
 from areal_launch.run_folder import RunFolder, write_json
 from areal_launch.stack.remote import RemoteStack
 from areal_launch.view.display import Display, choose_display
-from areal_launch.view.poller import Snapshot
+from areal_launch.view.poller import LAST_LOOK_S, Snapshot
 from areal_launch.view.summary import build_summary
 
 LOOK_INTERVAL_S = 3.0
@@ -98,7 +98,7 @@ class ReleaseFollower(Follower):
         finally:
             try:
                 if self.poller is not None:
-                    snapshot = await self.poller.refresh(timeout=3.0)
+                    snapshot = await self.poller.refresh(timeout=LAST_LOOK_S)
                 await self.stop_showing("no longer following the release")
             finally:
                 await self._forwards.stop([list(self._forwards.processes)], grace_s=3.0)

@@ -52,7 +52,7 @@ from areal_launch.stack.local import PREPARE_TIMEOUT_S, LocalStack
 from areal_launch.stack.plan import missing_model
 from areal_launch.stack.trial_config import check_unchanged
 from areal_launch.view.display import Display, choose_display
-from areal_launch.view.poller import Snapshot, StackPoller
+from areal_launch.view.poller import LAST_LOOK_S, Snapshot, StackPoller
 from areal_launch.view.rows import read_rows
 from areal_launch.view.summary import build_summary, continue_summary, read_results
 
@@ -215,7 +215,7 @@ class Session:
             status, error = await self._work(interrupt)
             stack.cause = str(error or "")
             if stack.supervisor.processes:
-                await poller.refresh(timeout=3.0)
+                await poller.refresh(timeout=LAST_LOOK_S)
                 await self._keep_dead_letters(poller.snapshot)
         finally:
             for task in background:

@@ -37,6 +37,9 @@ from areal.weights.servers import InferenceServer, SyncStatus
 from areal_launch.view.rows import mismatch_alarm
 
 _WINDOW_S = 15.0
+LAST_LOOK_S = 15.0
+"""For the last figures before a stack ends. A busy machine may need seconds for an answer, and a
+service that is gone is known to be at once."""
 
 
 @dataclass

@@ -85,6 +85,12 @@ def build_summary(
             "seconds_mean": sync.update_seconds_mean if sync else None,
             "aborted_requests": sync.aborted_requests if sync else None,
         },
+        # The figures of these services are from before the end: the last look had no answer.
+        "not_current": {
+            service: snapshot.problems[service]
+            for service in ("buffer", "weight-sync")
+            if service in snapshot.problems
+        },
         "restarts": {name: count for name, count in restarts.items() if count},
         "memory_mb": {name: round(value, 1) for name, value in memory_mb.items()},
     }
@@ -205,6 +211,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(
             ("restarts", ", ".join(f"{name} {n}" for name, n in summary["restarts"].items()))
         )
+    lines += [
+        ("not current", f"figures of {service}: {why}")
+        for service, why in (summary.get("not_current") or {}).items()
+    ]
     if total := summary["memory_mb"].get("total"):
         lines.append(("memory", f"{total / 1024:.2f} GiB peak resident memory"))
     return lines

@@ -93,6 +93,19 @@ def test_summary_when_nothing_is_known_then_null_not_zero() -> None:
     assert dict(summary_lines(summary))["status"] == "failed after 0 steps"
 
 
+def test_summary_when_a_service_did_not_answer_last_then_its_figures_are_called_not_current() -> (
+    None
+):
+    stale = snapshot()
+    stale.problems = {"weight-sync": "no answer within 15 s", "trainer": "gone, as it should be"}
+    summary = summarize(snapshot=stale)
+    assert summary["not_current"] == {"weight-sync": "no answer within 15 s"}
+    shown = dict(summary_lines(summary))
+    assert shown["not current"] == "figures of weight-sync: no answer within 15 s"
+    assert summarize()["not_current"] == {}
+    assert "not current" not in dict(summary_lines(summarize()))
+
+
 def test_read_rows_when_steps_repeat_and_a_line_is_cut_then_last_whole_one_counts(
     tmp_path: Path,
 ) -> None:

@@ -118,7 +118,6 @@ async def test_job_when_bad_input_then_not_retried(tmp_path: Path, stack_id: str
     assert process.restarts == 0
 
 
-@pytest.mark.slow
 async def test_job_when_a_rank_under_torchrun_has_bad_input_then_not_retried(
     tmp_path: Path, stack_id: str
 ) -> None:

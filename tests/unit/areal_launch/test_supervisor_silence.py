@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 from tests.ports import free_port
 from tests.unit.areal_launch.supervised import FAST, Recorder
 from tests.waiting import until
@@ -107,7 +106,6 @@ time.sleep(100)
     await process.stop(0.0)
 
 
-@pytest.mark.slow
 async def test_job_when_its_main_thread_computes_imports_and_compiles_then_it_lives(
     tmp_path: Path, stack_id: str
 ) -> None:

@@ -129,9 +129,12 @@ def sessions(draw):
     return calls
 
 
-@settings(max_examples=2500, deadline=None)
-@given(sessions())
-def test_random_sessions_when_merged_then_equal_to_the_slow_reference(calls):
+@pytest.mark.parametrize("examples", [300, pytest.param(5000, marks=pytest.mark.long)])
+def test_random_sessions_when_merged_then_equal_to_the_slow_reference(examples):
+    settings(max_examples=examples, deadline=None)(given(sessions())(equals_the_slow_reference))()
+
+
+def equals_the_slow_reference(calls):
     expected, orphans = slow_reference.merged(calls)
     if not expected:
         with pytest.raises(WorkflowError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,42 @@ def test_kl_when_k_grows_then_it_rises_to_that_of_whole_distributions(seed, dire
         assert bool((found >= before - 1e-12).all())
         before = found
     torch.testing.assert_close(before, whole)  # the last id alone is the rest
+
+
+def plain_kl(logits: list[float], teacher: list[float], ids: list[int], direction: str) -> float:
+    """The divergence over some ids and the rest, of two lists of logits, in plain numbers."""
+
+    def outcomes(scores: list[float]) -> list[float]:
+        total = sum(math.exp(score) for score in scores)
+        kept = [math.exp(scores[i]) / total for i in ids]
+        return [*kept, 1.0 - sum(kept)]
+
+    q, p = outcomes(logits), outcomes(teacher)
+    if direction == "reverse":
+        p, q = q, p
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_kl_when_a_logit_of_the_student_moves_then_its_gradient_says_by_how_much(
+    k, direction
+) -> None:
+    g = torch.Generator().manual_seed(k)
+    teacher, student = torch.randn(2, 8, generator=g, dtype=torch.float64)
+    ids, logits = teacher.topk(k).indices, student.clone().requires_grad_()
+    kept = (each.log_softmax(-1)[ids] for each in (logits, teacher))
+    top_k_kl(*kept, direction).backward()
+    slopes, width = [], 1e-6
+    for step in width * torch.eye(8, dtype=torch.float64):
+        above, below = (
+            plain_kl(moved.tolist(), teacher.tolist(), ids.tolist(), direction)
+            for moved in (student + step, student - step)
+        )
+        slopes.append((above - below) / (2 * width))
+    assert max(map(abs, slopes)) > 0.05
+    assert logits.grad is not None
+    assert logits.grad.tolist() == pytest.approx(slopes, abs=1e-8)
 
 
 def test_rest_when_the_ids_are_nearly_certain_then_finite() -> None:

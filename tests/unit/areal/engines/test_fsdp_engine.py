@@ -153,6 +153,29 @@ def test_train_batch_when_clipping_then_bounds_the_update_only(make_engine):
     assert norms[1][1] == pytest.approx(0.05, rel=1e-4)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_train_batch_when_the_gradient_is_zero_then_all_but_norms_and_biases_decay(
+    make_engine, sharded
+):
+    engine = make_engine(
+        optimizer=OptimizerConfig(lr=0.1, weight_decay=0.5), fsdp_at_world_size_1=sharded
+    )
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.add_(1.0)  # biases begin at 0, which no decay changes
+    before = dict(engine.iter_full_tensors())
+    stats = engine.train_batch(make_batch(), lambda logprobs, *_: (0.0 * logprobs.sum(), {}))
+    assert (stats["grad_norm"], stats["skipped_steps"]) == (0.0, 0.0)
+    spared = {name for name in before if name.endswith(("norm.weight", ".bias"))}
+    assert {name.split(".")[-2] for name in spared} == {
+        *("q_proj", "k_proj", "v_proj"),
+        *("input_layernorm", "post_attention_layernorm", "norm"),
+    }
+    for name, tensor in engine.iter_full_tensors():
+        factor = 1.0 if name in spared else 1.0 - 0.1 * 0.5
+        torch.testing.assert_close(tensor, factor * before[name], msg=name)
+
+
 def test_train_batch_when_the_gradient_is_not_finite_then_skips_and_counts(make_engine):
     engine = make_engine()
     before = {name: p.clone() for name, p in engine.model.named_parameters()}

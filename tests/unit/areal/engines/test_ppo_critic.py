@@ -23,14 +23,16 @@ def make(model_dir):
     """An actor and its critic."""
     engines = []
 
-    def pair(lr=1e-2, **options):
-        optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.0, warmup_steps_proportion=0.0)
+    def pair(lr=1e-2, total_train_steps=None, **options):
+        optimizer = OptimizerConfig(
+            lr=1e-3, weight_decay=0.0, warmup_steps_proportion=0.0, lr_scheduler_type="linear"
+        )
         config = PPOActorConfig(
             path=str(model_dir), optimizer=optimizer, adv_norm=None, critic=True, **options
         )
         for settings in (config, CriticConfig(lr=lr).engine(config)):
             engine = FSDPEngine(settings)
-            engine.initialize()
+            engine.initialize(total_train_steps)
             engine.set_version(4)
             engines.append(engine)
         actor_engine, critic_engine = engines[-2:]
@@ -171,6 +173,24 @@ def test_checkpoint_when_resumed_then_actor_and_critic_continue_to_the_bit(make,
     for first, second in ((actor, again), (critic, its_critic)):
         pairs = zip(first.engine.model.parameters(), second.engine.model.parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_checkpoint_when_the_critic_warmed_up_then_each_resumes_its_own_learning_rate(
+    make, tmp_path
+):
+    actor, critic = make(total_train_steps=10)
+    batch = ready(actor, critic)
+    for _ in range(3):
+        critic.ppo_update(batch)
+    actor.ppo_update(batch)
+    actor.engine.save_checkpoint(tmp_path)
+    again, its_critic = make(total_train_steps=10)
+    again.engine.load_checkpoint(tmp_path)
+    again.engine.load_attached("critic", tmp_path)
+    # Both rates fall from their peak to 0 in 10 steps.
+    assert again.ppo_update(batch)["lr"] == pytest.approx(1e-3 * 9 / 10)
+    assert its_critic.ppo_update(batch)["lr"] == pytest.approx(1e-2 * 7 / 10)
+    assert (again.engine.step.steps_taken, its_critic.engine.step.steps_taken) == (2, 4)
 
 
 def test_checkpoint_when_it_was_made_without_a_critic_then_refused_in_one_line(make, tmp_path):

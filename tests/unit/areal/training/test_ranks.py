@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from areal_launch.processes.process import python_environment
 
 RANK = """
@@ -86,7 +84,6 @@ print("done")
 """
 
 
-@pytest.mark.slow
 def test_ranks_when_they_tell_each_other_things_then_nothing_is_pickled(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Ten thousand random histories keep every sampled id, whatever the model samples."""
+"""Random histories keep every sampled id, whatever the model samples."""
 
 import random
 import re
@@ -12,7 +12,7 @@ from areal.types import LLMResponse, StopReason
 from areal.workflows.conversation import Conversation
 from areal.workflows.rendering import TemplateRenderer
 
-HISTORIES = {"qwen2.5": 2500, "qwen3": 2500, "llama-3.1": 2500, "glm-4.6": 1250, "minimax-m2": 1250}
+HISTORIES = [150, pytest.param(2500, marks=pytest.mark.long)]
 # GLM writes "\n<think></think>\n" before a plain answer and MiniMax opens a thought with it: the
 # header that the model was given and the one that a later render shows are not the same.
 SAME_HEADER = {"qwen2.5", "qwen3", "llama-3.1"}
@@ -172,10 +172,11 @@ def check(family, rng, renderer):
     return int(history.canonical)
 
 
+@pytest.mark.parametrize("histories", HISTORIES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_histories_when_random_then_every_sampled_id_is_kept(family):
+def test_histories_when_random_then_every_sampled_id_is_kept(family, histories):
     renderer = TemplateRenderer(tokenizer(family))
     canonical = 0
-    for seed in range(HISTORIES[family]):
+    for seed in range(histories):
         canonical += check(family, random.Random(f"{family}-{seed}"), renderer)
-    assert canonical > HISTORIES[family] / 10
+    assert canonical > histories / 10

@@ -22,7 +22,8 @@ from areal.workflows.tool import ToolWorkflow
 COUNTER = str(Path(__file__).parent / "mcp_counter.py")
 PROGRAM = McpServer([sys.executable, COUNTER], environment={"PLACE": "a box"})
 
-pytestmark = pytest.mark.timeout(120)
+# The programs are started by a package, deep in its code.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.process]
 
 
 def workflow(*tools, n=1, **options):

@@ -20,6 +20,7 @@ from areal.engines.parallel.memory import recompute_layers, use_kernels
 
 LAYERS = 10  # more than torch compiles again for one function
 CPU = torch.device("cpu")
+SHORT = {("full", False), ("full", True)}
 
 
 @pytest.fixture
@@ -30,10 +31,18 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def cases():
+    """Every mode, plain and sharded; all but two are long, since each compiles."""
+    return [
+        pytest.param(*(mode, sharded), marks=[pytest.mark.long] * ((mode, sharded) not in SHORT))
+        for mode in get_args(Checkpointing)
+        for sharded in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(("mode", "sharded"), cases())
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("mode", get_args(Checkpointing))
 def test_layers_when_compiled_and_recomputed_then_graphs_compute_every_layer(
     mode, sharded, monkeypatch
 ):
