@@ -31,7 +31,7 @@ def faults(use):
     """(version, what it lacks) for one use."""
     column = WRITTEN["signatures"].get(use.name, "unknown")
     assert column != "unknown", (
-        f"{use.where} uses {use.name}: run `python -m tools.api_signatures` to look it up"
+        f"{use.where} uses {use.name}: run `make signatures` to look it up"
     )
     package = "torch" if use.name.startswith("operator ") else use.name.split(".")[0]
     for version in VERSIONS[package]:
