@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from tests.unit.areal.engines.model.test_self_test import wild_model
 from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
@@ -11,6 +12,7 @@ from areal.config.allocation import Layout
 from areal.config.training import TrainEngineConfig
 from areal.engines import versions
 from areal.engines.fsdp import FSDPEngine
+from areal.engines.model import vision
 from areal.engines.parallel import plans
 from areal.errors import CannotStart
 
@@ -55,6 +57,29 @@ def test_train_batch_when_transformers_is_the_oldest_then_layers_are_recomputed(
         assert len(calls) == forwards
     finally:
         engine.destroy()
+
+
+def test_images_when_transformers_is_the_oldest_then_features_come_in_one_tensor():
+    parts = [torch.ones(2, 3), torch.zeros(1, 3)]
+    newer, older = {"deepstack_features": [parts]}, {"deepstack_features": [torch.cat(parts)]}
+
+    class Base:
+        def get_image_features(self, pixels, grid, return_dict):
+            return SimpleNamespace(pooler_output=parts, **self.found)
+
+        def get_input_embeddings(self):
+            return lambda ids: torch.zeros(len(ids), 3)
+
+    seen = SimpleNamespace(
+        pixel_values=None, grid=None, rows=torch.arange(3), places=torch.arange(3)
+    )
+    given = []
+    for found in (newer, older):
+        base = Base()
+        base.found = found
+        inputs, _ = vision.embed(SimpleNamespace(base_model=base), torch.zeros(4), seen)
+        given.append(inputs["deepstack_visual_embeds"])
+    torch.testing.assert_close(*given)
 
 
 @pytest.mark.parametrize(
