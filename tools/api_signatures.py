@@ -48,6 +48,7 @@ class Sources:
     wheel: zipfile.ZipFile
     below: Sources | None = None
     _modules: dict[str, dict[str, list[ast.AST]] | None] = field(default_factory=dict)
+    _members: dict[str, list[Found] | None] = field(default_factory=dict)
 
     @cached_property
     def _files(self) -> set[str]:
@@ -57,7 +58,7 @@ class Sources:
         """Return those of a dotted name or of an operator."""
         if name.startswith("operator "):
             return [] if name.removeprefix("operator ") in self._operators else None
-        found = self._find(name.split("."), frozenset())
+        found = self._find(name.split("."))
         if found is None:
             return self.below.signatures(name) if self.below is not None else None
         return [text for node in found for text in self._signature(node, name)]
@@ -74,18 +75,13 @@ class Sources:
 
     # -- finding a name ------------------------------------------------------------------------
 
-    def _find(self, parts: list[str], seen: frozenset[str]) -> list[Found] | None:
+    def _find(self, parts: list[str]) -> list[Found] | None:
         """Definitions of a dotted name; an empty list if it is there but cannot be followed."""
-        key = ".".join(parts)
-        if key in seen:
-            return None
         for cut in range(len(parts), 0, -1):
             module = ".".join(parts[:cut])
             if self._module(module) is None:
                 continue
-            if cut == len(parts):
-                return []  # a module
-            return self._member(module, parts[cut:], seen | {key})
+            return self._member(module, parts[cut:]) if cut < len(parts) else []
         return None
 
     def _module(self, name: str) -> dict[str, list[ast.AST]] | None:
@@ -105,50 +101,50 @@ class Sources:
         base = module.replace(".", "/")
         return bool({f"{base}/__init__.py", f"{base}/__init__.pyi"} & self._files)
 
-    def _member(self, module: str, rest: list[str], seen: frozenset[str]) -> list[Found] | None:
+    def _member(self, module: str, rest: list[str]) -> list[Found] | None:
+        key = ".".join([module, *rest])
+        if key not in self._members:
+            self._members[key] = None  # imports may lead back here
+            self._members[key] = self._look(module, rest)
+        return self._members[key]
+
+    def _look(self, module: str, rest: list[str]) -> list[Found] | None:
         found = self._module(module) or {}
-        for node in found.get(rest[0], ()):
-            if isinstance(node, ast.ImportFrom | ast.Import):
-                target = self._target(module, node, rest[0])
-                result = self._find([*target.split("."), *rest[1:]], seen)
-                if result is not None:
-                    return result
-                if not self._ours(target):
-                    return []  # of another package
-            else:
-                return self._inside(module, found[rest[0]], rest, seen)
-        for node in found.get("*", ()):
+        imports = [n for n in found.get(rest[0], ()) if isinstance(n, ast.ImportFrom | ast.Import)]
+        own = [node for node in found.get(rest[0], ()) if node not in imports]
+        if own:
+            return self._inside(module, own, rest)
+        for node in imports:
+            target = self._target(module, node, rest[0])
+            if self._module(target.partition(".")[0]) is None:
+                return []  # of another package
+            result = self._find([*target.split("."), *rest[1:]])
+            if result is not None:
+                return result
+        for node in found.get("*", ()) if not imports else ():
             assert isinstance(node, ast.ImportFrom)
             target = self._target(module, node, "")
-            key = ".".join([target, *rest])
-            if self._module(target) is None or key in seen:
-                continue
-            result = self._member(target, rest, seen | {key})
+            result = self._member(target, rest) if self._module(target) is not None else None
             if result is not None:
                 return result
         if module == "torch":  # what C++ adds
             for beside in ("torch._C._VariableFunctions", "torch._C"):
                 if rest[0] in (self._module(beside) or {}):
-                    return self._member(beside, rest, seen)
+                    return self._member(beside, rest)
         return None
 
-    def _inside(
-        self, module: str, nodes: list[ast.AST], rest: list[str], seen: frozenset[str]
-    ) -> list[Found] | None:
-        nodes = [node for node in nodes if not isinstance(node, ast.ImportFrom | ast.Import)]
+    def _inside(self, module: str, nodes: list[ast.AST], rest: list[str]) -> list[Found] | None:
         if len(rest) == 1:
             return [Found(module, node) for node in nodes]
         for node in nodes:
             if not isinstance(node, ast.ClassDef):
                 return []  # an attribute of a value
-            member = self._of_class(module, node, rest[1], seen)
+            member = self._of_class(module, node, rest[1])
             if member is not None:
                 return member
         return None
 
-    def _of_class(
-        self, module: str, node: ast.ClassDef, name: str, seen: frozenset[str]
-    ) -> list[Found] | None:
+    def _of_class(self, module: str, node: ast.ClassDef, name: str) -> list[Found] | None:
         own = _collect(node.body, {})
         if name in own:
             return [Found(module, each, method=True) for each in own[name]]
@@ -158,11 +154,9 @@ class Sources:
         for base in self._bases(module, node):
             if isinstance(base, Found):
                 assert isinstance(base.node, ast.ClassDef)
-                key = f"{base.module}:{base.node.name}.{name}"
-                if key not in seen:
-                    found = self._of_class(base.module, base.node, name, seen | {key})
-                    if found is not None:
-                        return found
+                found = self._of_class(base.module, base.node, name)
+                if found is not None:
+                    return found
             elif self.below is not None and self.below.signatures(f"{base}.{name}") is not None:
                 return []
         return None
@@ -171,7 +165,7 @@ class Sources:
         """Classes that a class builds on; a name where they are in another package."""
         for base in [*node.bases, *(each.value for each in node.keywords)]:
             parts = ast.unparse(base).split("[")[0].split(".")
-            found = self._member(module, parts, frozenset())
+            found = self._member(module, parts)
             classes = [each for each in found or () if isinstance(each.node, ast.ClassDef)]
             yield from classes
             imported = (self._module(module) or {}).get(parts[0], ())
@@ -192,9 +186,6 @@ class Sources:
             prefix = node.module or ""
         return f"{prefix}.{alias.name}" if alias is not None else prefix
 
-    def _ours(self, name: str) -> bool:
-        return self._module(name.partition(".")[0]) is not None
-
     # -- writing a signature -------------------------------------------------------------------
 
     def _signature(self, found: Found, name: str) -> Iterator[str]:
@@ -205,7 +196,7 @@ class Sources:
         elif isinstance(node, ast.ClassDef):
             made = [
                 init for name in ("__init__", "__new__")
-                for init in self._of_class(found.module, node, name, frozenset()) or ()
+                for init in self._of_class(found.module, node, name) or ()
                 if isinstance(init.node, ast.FunctionDef)
             ]  # fmt: skip
             if made:

@@ -18,6 +18,8 @@ USES = uses(FOLDERS)
 PLANS = "layouts with t or e are refused before 5.23 (plans._check_version)"
 HANDLED = {
     "transformers.PreTrainedModel.activation_checkpointing_enable": "getattr, else the older name",
+    "transformers.PreTrainedModel.score": "only models with a scalar head have it",
+    "transformers.PreTrainedModel._weight_conversions": "set when a model is loaded, also by us",
     "transformers.distributed.tensor_parallel.apply_tensor_parallelism": PLANS,
     "transformers.distributed.expert_parallel.apply_expert_parallelism": PLANS,
     "transformers.distributed.parallel_utils.replace_layer_number_by_wildcard": PLANS,
