@@ -32,9 +32,7 @@ HANDLED = {
 def faults(use):
     """(version, what it lacks) for one use."""
     column = WRITTEN["signatures"].get(use.name, "unknown")
-    assert column != "unknown", (
-        f"{use.where} uses {use.name}: run `make signatures` to look it up"
-    )
+    assert column != "unknown", f"{use.where} uses {use.name}: run `make signatures` to look it up"
     package = "torch" if use.name.startswith("operator ") else use.name.split(".")[0]
     for version in VERSIONS[package]:
         signatures = column[version] if isinstance(column, dict) else column
