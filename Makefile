@@ -210,7 +210,7 @@ images: ## Build the images areal/{stores,control,reward,weight-sync,sandbox,inf
 		docker build --quiet --target $$target --tag areal/$$target:$(or $(TAG),dev) \
 			--build-arg VERSION=$(or $(TAG),dev) --build-arg REVISION=$$(git rev-parse --short HEAD 2>/dev/null || echo unknown) \
 			$(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
-			--build-arg TORCH=$(TORCH) $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) . || exit 1; \
+			$(if $(filter cuda,$(TORCH)),--build-arg TORCH=cuda) $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) . || exit 1; \
 	done
 
 e2e-compose: $(STAMP) ## Build images, train with docker-compose.yaml in a fresh clone, scale and kill services (E2E_STEPS=400)
