@@ -138,7 +138,7 @@ test-liger: $(STAMP) ## Compare Liger's kernels with eager ones, on the CPU with
 	AREAL_TEST_LIGER=$(CURDIR)/build/liger $(BIN)/python -m pytest -q tests/unit/areal/engines/parallel/test_liger.py $(ARGS)
 
 test-transformers: $(STAMP) ## Run the GPU kit in miniature with the oldest supported transformers (downloads it into build/transformers)
-	$(PIP) --no-deps --upgrade --target build/transformers transformers==5.17.0
+	$(PIP) --no-deps --upgrade --target build/transformers transformers==5.17.0 huggingface-hub==1.33.0
 	AREAL_TEST_TRANSFORMERS=$(CURDIR)/build/transformers $(BIN)/python -m pytest -q -m long tests/integration/test_gpu_kit.py $(ARGS)
 
 e2e-slurm: $(STAMP) ## Train on a Slurm cluster of two nodes, both on this machine (needs Debian's slurm-wlm and munge)

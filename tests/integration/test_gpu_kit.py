@@ -48,8 +48,10 @@ def on_bare_machine(
     """Run the kit where only torch, transformers, what they need, and `carried` can be imported."""
     there = closure("torch", "transformers") | {canonicalize_name(each.name) for each in carried}
     there |= {"areal-services"}  # the modules in the kit's folder have the names of the installed
-    # Another release than the installed one: make test-transformers.
-    paths = filter(None, (str(FILTER), os.environ.get("AREAL_TEST_TRANSFORMERS")))
+    paths = [str(FILTER)]
+    if other := os.environ.get("AREAL_TEST_TRANSFORMERS"):  # make test-transformers
+        paths.append(other)
+        there |= closure("httpx")  # of the huggingface-hub that came with it
     environment = os.environ | {
         "GPU_MACHINE": ",".join(there),
         "PYTHONPATH": os.pathsep.join(paths),
