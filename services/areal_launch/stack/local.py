@@ -101,7 +101,7 @@ class LocalStack:
         """From the first process (a model that had to be made does not count) to serving."""
         self.supervisor = Supervisor(
             self.stack_id,
-            RestartPolicy(config.stack.max_restarts, config.rollout.setup_timeout_s),
+            RestartPolicy(config.stack.max_restarts, config.setup_timeout_s),
             events.report,
             self._cluster.spawn,
         )
@@ -169,7 +169,7 @@ class LocalStack:
         if self.plan.inference and (why := missing_model(self.config)):
             raise CannotStart(why)
         began = time.monotonic()
-        await self._start_all(began + self.config.rollout.setup_timeout_s)
+        await self._start_all(began + self.config.setup_timeout_s)
         self.ready_seconds = round(time.monotonic() - began, 2)
         self.events.report("info", "stack", f"ready after {self.ready_seconds:.1f} s")
         self._set(StackState.READY)
