@@ -108,7 +108,7 @@ def too_few_nodes(config: BaseExperimentConfig, there: int) -> str:
     servers, width = servers_on_gpus(config), allocation.inference_gpus
     taken = f"{_count(ranks, 'trainer rank')} and {_count(servers, 'server')}"
     if width > 1:
-        taken += f" of {width}"
+        taken += f" of {width} GPUs"
     ways = ["run it --on slurm or ray"] if there == 1 else ["take more nodes"]
     if gpus > 1:
         ways.append(f"choose an allocation_mode of at most {gpus * there} GPUs")

@@ -90,8 +90,9 @@ def host(config: BaseExperimentConfig, shape: ModelShape, *, ranks: int) -> Need
     """
     layout = parse_allocation(config.allocation_mode).layout
     element = BYTES[serving_dtype(config.model.dtype, Path(config.model.path), gpu=True)]
-    embedding = shape.vocabulary * shape.hidden // layout.per_copy
-    largest = max(embedding, 2 * shape.expert_parameters)
+    matrix = shape.hidden * max(shape.vocabulary, shape.intermediate) // layout.per_copy
+    # Of the experts, gate and up are read and copied into one tensor.
+    largest = max(matrix, 4 * shape.expert_parameters // 3)
     parts = {
         "loading": MASTER * largest * ranks,
         "publishing": element * shape.parameters,
