@@ -119,7 +119,8 @@ def sum_over_ranks() -> dict[str, Any]:
         expected = world * (world + 1) / 2
         if not bool((tensor == expected).all()):
             raise InvalidInput(f"the sum over {world} ranks is {tensor[0].item()}, not {expected}")
-        version = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
+        nccl: Any = torch.cuda.nccl  # has no types
+        version = ".".join(map(str, nccl.version())) if cuda else ""
         return {"device": str(device), "ranks": world, "nccl": version}
     finally:
         dist.destroy_process_group()

@@ -173,12 +173,12 @@ def _refusal(config: BaseExperimentConfig, machine: Machine, ranks: int) -> Find
         return missing(f"no GPU can be used{shown}: {torch}: {why[0]}", f"{why[1]}, or {_NO_GPUS}")
     if names == ():
         return missing(f"0 found, {wanted} requested{shown}", f"unset {VARIABLE}, or {_NO_GPUS}")
-    usable = _usable(machine)
+    usable = _usable(machine, wanted)
     if wanted > usable:
         fix = f"set stack.gpus_per_node={usable}"
         return missing(f"{usable} found, {wanted} requested{shown}", fix)
-    if ranks and (why := too_few_nodes(config, 1)):
-        found, _, fix = why.partition("; ")
+    if ranks and (line := too_few_nodes(config, 1)):
+        found, _, fix = line.partition("; ")
         return missing(found, fix)
     width = parse_allocation(config.allocation_mode).inference_gpus
     several = max(ranks, width * bool(servers_on_gpus(config)))
@@ -203,11 +203,11 @@ def why_no_cuda(torch: TorchFound) -> tuple[str, str] | None:
     return None
 
 
-def _usable(machine: Machine) -> int:
+def _usable(machine: Machine, wanted: int) -> int:
     """GPUs that processes can be given."""
     names = listed(machine.environment)
     if machine.torch is None:  # another program's environment: its own start will tell
-        return machine.device_files if names is None else len(names)
+        return (wanted if machine.device_files else 0) if names is None else len(names)
     seen = len(machine.torch.devices)
     if names is None:
         return seen
@@ -241,8 +241,8 @@ def _suggestion(config: BaseExperimentConfig, gpus: int) -> str:
     if not allocation.layout.plain:
         return ""
     if not servers_on_gpus(config):
-        servers, _, trainer = config.allocation_mode.partition("+")
-        return f"{servers}+fsdp:d{gpus}" if trainer else f"fsdp:d{gpus}"
+        kept, _, trainer = config.allocation_mode.partition("+")
+        return f"{kept}+fsdp:d{gpus}" if trainer else f"fsdp:d{gpus}"
     width = allocation.inference_gpus
     servers = gpus // 2 // width
     tensor = f"t{width}" if width > 1 else ""

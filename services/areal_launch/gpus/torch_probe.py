@@ -29,11 +29,12 @@ def look(*, memory: bool) -> dict[str, Any]:
     try:
         import torch
 
-        torch.cuda.init()
-        for index in range(torch.cuda.device_count()):
-            device = {"name": torch.cuda.get_device_name(index), "free": 0}
+        cuda: Any = torch.cuda  # parts of it have no types
+        cuda.init()
+        for index in range(cuda.device_count()):
+            device = {"name": cuda.get_device_name(index), "free": 0}
             if memory:
-                device["free"] = torch.cuda.mem_get_info(index)[0]
+                device["free"] = cuda.mem_get_info(index)[0]
             found["devices"].append(device)
     except Exception as error:  # torch raises many classes for a driver that does not fit
         found["error"] = " ".join(str(error).split())[:300] or type(error).__name__

@@ -173,8 +173,12 @@ def test_serve_when_gpus_cannot_be_had_then_one_line(
         start()
     with pytest.raises(ConfigError, match=r"--gpus 2: expected 0 with stack.inference_command=cpu"):
         start("stack.inference_command=cpu")
+    install(monkeypatch, tmp_path / "whole", there=2)
     with pytest.raises(CannotStart, match="2 found, 4 requested"):
-        start("stack.inference_command=serve", servers=2)
+        start(servers=2)
+    monkeypatch.setattr(gpus, "device_files", lambda: 0)
+    with pytest.raises(CannotStart, match="0 found, 2 requested"):
+        start("stack.inference_command=serve")
 
 
 async def test_serve_when_the_user_has_chosen_gpus_then_servers_get_those(

@@ -114,7 +114,8 @@ def test_doctor_when_the_model_is_on_the_hub_then_its_config_alone_gives_the_mem
     assert "its GPU has 79.0 GiB free" in found["trainer memory"].found
     assert found["trainer memory"].verdict is CheckResult.MISSING, "7B on one GPU"
     assert "each server needs about" in found["server memory"].found
-    needed = float(found["disk"].found.partition("about ")[2].split()[0])
+    disk = found["disk"].found + found["disk"].fix
+    needed = float(disk.partition("about ")[2].split()[0])
     assert needed > 15, "of a model of 15 GB that is not there yet"
 
 

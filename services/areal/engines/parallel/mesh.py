@@ -54,7 +54,7 @@ def _why_no_gpu() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         return "it is built for CPUs only"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return " ".join(str(error).split())[:300]
     return "it sees none"
