@@ -4,10 +4,11 @@ Runs by its source (`python -c`), also where `areal` is not installed. The argum
 for the free memory as well, which starts CUDA on each GPU.
 """
 
-import importlib.util
 import json
 import runpy
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from typing import Any
 def look(*, memory: bool) -> dict[str, Any]:
     """Returns the version, what it is built for, and each GPU; `error`: why CUDA does not start."""
     found: dict[str, Any] = {"version": "", "cuda": "", "hip": "", "devices": [], "error": ""}
-    spec = importlib.util.find_spec("torch")
+    spec = find_spec("torch")
     folders = spec.submodule_search_locations if spec is not None else None
     version = Path(folders[0]) / "version.py" if folders else None
     if version is None or not version.is_file():
@@ -27,9 +28,7 @@ def look(*, memory: bool) -> dict[str, Any]:
     if not (found["cuda"] or found["hip"]):
         return found
     try:
-        import torch
-
-        cuda: Any = torch.cuda  # parts of it have no types
+        cuda: Any = import_module("torch.cuda")
         cuda.init()
         for index in range(cuda.device_count()):
             device = {"name": cuda.get_device_name(index), "free": 0}
