@@ -42,6 +42,15 @@ def lent(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count))) if names is None else names
 
 
+def hidden_unless(gpus: int) -> dict[str, str]:
+    """Returns variables that hide all GPUs from a process of a stack that has none.
+
+    For processes that are placed nowhere: they prepare or check what the trainer does later, and
+    should find the same device. With `gpus`, they see the user's.
+    """
+    return {} if gpus else {VARIABLE: ""}
+
+
 def device_files(root: Path = Path("/dev")) -> int:
     """Returns how many GPUs a driver shows here; 1 for a driver that does not show how many.
 

@@ -30,6 +30,7 @@ from areal.config.experiment import BaseExperimentConfig, save_config
 from areal.errors import CannotStart, InvalidInput, NotFound, WaitTimeout
 from areal.security import Security
 from areal_launch.clusters.base import Cluster
+from areal_launch.gpus.visible import hidden_unless
 from areal_launch.processes.log_tail import LogTail, humanize
 from areal_launch.processes.orphan_guard import Guard
 from areal_launch.processes.process import ProcessSpec
@@ -291,6 +292,7 @@ class LocalStack:
             ),
             log=self.folder.log_of("prepare"),
             job=True,
+            environment=hidden_unless(self.config.stack.gpus_per_node),
         )
         self.events.report("info", "prepare", "preparing the model (version 0)")
         tail = LogTail(spec.log, from_end=True)

@@ -17,6 +17,10 @@ from areal_launch.doctor import gpus
 from areal_launch.doctor.findings import Finding
 from areal_launch.doctor.gpus import judge, look, refuse_unusable, unused_gpus
 from areal_launch.gpus.engine import Installed
+from areal_launch.processes.process import ProcessSpec
+from areal_launch.processes.supervisor import StackFailure
+from areal_launch.stack.events import EventLog
+from areal_launch.stack.local import LocalStack
 from areal_launch.view.output import CheckResult
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -187,3 +191,22 @@ async def test_serve_when_the_user_has_chosen_gpus_then_servers_get_those(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     placement = await serve._Servers(2, 2).open(make())
     assert [node.gpus for node in placement.inference] == [("4", "5"), ("6", "7")]
+
+
+@pytest.mark.parametrize(("wanted", "seen"), [(0, ""), (2, None)])
+async def test_prepare_when_the_stack_has_no_gpus_then_it_sees_none_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: int, seen: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = make(f"run_root={tmp_path}", f"stack.gpus_per_node={wanted}")
+    stack = LocalStack(config, EventLog(), with_trainer=False)
+    started: list[ProcessSpec] = []
+
+    def start(spec: ProcessSpec) -> None:
+        started.append(spec)
+        raise StackFailure("that is all")
+
+    monkeypatch.setattr(stack.supervisor, "start", start)
+    with pytest.raises(StackFailure):
+        await stack._prepare_model("")
+    assert started[0].environment.get("CUDA_VISIBLE_DEVICES") == seen
