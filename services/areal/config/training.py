@@ -129,7 +129,7 @@ class EngineConfig:
     """Wrap with fully_shard although there is nothing to shard."""
     distributed_timeout_seconds: Annotated[float, Gt(0)] = field(default=600.0, metadata=_NOT_A_KEY)
     """Deadline of every collective: 5 times `rollout.setup_timeout_s`, because rank 0 publishes
-    while the other ranks wait in a collective."""
+    while the other ranks wait in a collective. Where that is null: 600 s, or 1800 s on GPUs."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec, metadata=_NOT_A_KEY)
     """Micro-batches."""
     scalar: bool = field(default=False, metadata=_NOT_A_KEY)

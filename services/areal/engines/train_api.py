@@ -34,7 +34,7 @@ class TrainEngine(abc.ABC):
 
     Every rank must call the same methods in the same order, each with its own share of a packed
     batch. A method marked "collective" waits for all ranks: if one rank does not call it, the
-    others fail after 5 x `rollout.setup_timeout_s`.
+    others fail after 5 x `rollout.setup_timeout_s` (if that is null: 600 s, or 1800 s on GPUs).
     """
 
     @property

@@ -1,9 +1,11 @@
 """The memory a run will need: parameter counts, parts, and what `areal doctor` says of them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from tests.unit.areal_launch.gpu_machines import install as machine
 
 from areal.config.experiment import (
     GRPOConfig,
@@ -52,7 +54,7 @@ def seven_b(folder: Path) -> GRPOConfig:
     """Qwen2.5-7B on 8 GPUs for training and 8 for generation."""
     config = GRPOConfig(allocation_mode="sglang:d8+fsdp:d8", run_root=str(folder / "runs"))
     config.model.path = str(model(folder, **QWEN2_5_7B))
-    config.stack.gpus_per_node = 8
+    config.stack.gpus_per_node = 16
     config.gconfig.n_samples = 8
     return config
 
@@ -141,15 +143,11 @@ def test_server_when_it_has_several_gpus_then_weights_and_cache_are_shared(tmp_p
 
 @pytest.fixture
 def gpus(tmp_path, monkeypatch):
-    """Puts a driver on PATH whose GPUs have so much free."""
+    """16 GPUs that have so much free."""
 
     def install(mebibytes: int) -> None:
-        folder = tmp_path / "bin"
-        folder.mkdir(exist_ok=True)
-        program = folder / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\necho {mebibytes}\necho {mebibytes + 1}\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", str(folder), prepend=":")
+        shutil.rmtree(tmp_path / ".venv-sglang-gpu", ignore_errors=True)
+        machine(monkeypatch, tmp_path, there=16, free=mebibytes << 20)
 
     return install
 
@@ -165,8 +163,7 @@ def test_doctor_when_a_rank_does_not_fit_then_missing_with_the_part_that_decides
         in found["trainer memory"].found
     )
     assert found["server memory"].verdict is CheckResult.OK
-    assert found["engine"].verdict is CheckResult.NOTE, "no SGLang beside this environment"
-    assert "make sglang-gpu" in found["engine"].fix
+    assert found["engine"].verdict is CheckResult.OK
     assert "each rank needs" not in found["memory"].found
     config.actor.gradient_checkpointing = False
     found = {each.name: each for each in examine_here(config, can_prepare=False)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,48 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.config.allocation import Layout
-from areal.errors import WaitTimeout
+from areal.errors import ConfigError, WaitTimeout
+
+# An index or a UUID (GPU-, MIG-); an empty value and -1 hide all GPUs.
+_NAMES_A_GPU = re.compile(r"\s*(\d|GPU-|MIG-)")
 
 
-def local_device() -> torch.device:
-    """Return this rank's GPU, or the CPU on a machine without any."""
+def local_device(*, gpu: bool = False) -> torch.device:
+    """Return this rank's GPU, or the CPU where no GPU was asked for.
+
+    Args:
+        gpu: the configuration asks for one. `CUDA_VISIBLE_DEVICES` asks, too, if it names one.
+
+    Raises:
+        ConfigError: a GPU was asked for, and torch cannot use it; never the CPU instead.
+    """
+    rank, visible = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if rank < (count := torch.cuda.device_count()):
+            return torch.device("cuda", rank)
+        raise ConfigError(
+            f"local rank {rank}: expected a GPU for each rank of a node, but torch sees {count}"
+            f"{shown}"
+        )
+    if gpu or _NAMES_A_GPU.match(visible or ""):
+        raise ConfigError(
+            f"a GPU was asked for{shown}, but torch {torch.__version__} cannot use one: "
+            f"{_why_no_gpu()}; see `areal doctor --gpu`, or train on CPUs with "
+            "stack.gpus_per_node=0 and CUDA_VISIBLE_DEVICES="
+        )
     return torch.device("cpu")
+
+
+def _why_no_gpu() -> str:
+    """In torch's words, in one line."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "it is built for CPUs only"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split())[:300]
+    return "it sees none"
 
 
 def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
