@@ -78,6 +78,7 @@ class FSDPEngine(TrainEngine):
         self._sharded = False
         self._checkpoint_group: Any = None
         self._pending_save: Future[None] | None = None
+        self._stager: Any = None
         self._attached: dict[str, FSDPEngine] = {}
 
     # -- life cycle ----------------------------------------------------------------------------
@@ -91,6 +92,7 @@ class FSDPEngine(TrainEngine):
         # Saves run their collectives in a thread: beside, not between, those of training.
         everyone, limit = range(dist.get_world_size()), config.distributed_timeout_seconds
         self._checkpoint_group = new_group(everyone, "checkpoint", limit, "gloo")
+        self._stager = checkpoint.stager_for(self.device)
         self._mesh = make_mesh(config.layout, self.device, limit)
         compute, master = resolve_precision(config, self.device)
         # What is frozen needs no more precision than it computes in.
@@ -148,7 +150,7 @@ class FSDPEngine(TrainEngine):
         self._wait_for_save()
         if self._exporter is not None:
             self._exporter.wait_gathered()
-        self._step = self._exporter = None
+        self._step = self._exporter = self._stager = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -278,7 +280,12 @@ class FSDPEngine(TrainEngine):
         }
         tensors = self._checkpoint_tensors()
         self._pending_save = checkpoint.save(
-            Path(directory), tensors, state, self._checkpoint_group, background=background
+            Path(directory),
+            tensors,
+            state,
+            self._checkpoint_group,
+            background=background,
+            stager=self._stager,
         )
         return self._pending_save
 
