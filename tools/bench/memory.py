@@ -152,7 +152,7 @@ def measure(path: Path, layout: str, mode: str, tokens: int, length: int) -> dic
     mesh = make_mesh(layout, device, 60)
     hf = source.build(str(path), master)
     memory.recompute_layers(hf, config.gradient_checkpointing, "eager")
-    model = PackedCausalLM(hf, kernel="packed", chunk_elements=config.logits_chunk_elements)
+    model = PackedCausalLM(hf, kernel="packed", chunk_elements=estimate.LEAST_CHUNK)
     parallelize(model, mesh, compute, master)
     vocabulary = hf.config.get_text_config().vocab_size
     row = {

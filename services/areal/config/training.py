@@ -122,9 +122,10 @@ class EngineConfig:
     share_prefixes: bool | None = field(default=None, metadata=_NOT_A_KEY)
     """Compute the common prefix of a group's sequences once (exact); null: only with `packed`
     attention. Whether this is faster with the kernels of a GPU has not been measured."""
-    logits_chunk_elements: Annotated[int, Gt(0)] = field(default=1 << 26, metadata=_NOT_A_KEY)
-    """Maximum size of a logits tensor (tokens x vocabulary) that is materialized at once. The
-    default is 256 MiB in float32; larger tensors are not faster."""
+    logits_chunk_elements: Annotated[int | None, Gt(0)] = field(default=None, metadata=_NOT_A_KEY)
+    """Maximum size of a logits tensor (tokens x vocabulary) that is materialized at once. null: on
+    a GPU, that of 4,096 tokens or, where memory is short, of fewer; on a CPU 256 MiB in float32,
+    because larger tensors are not faster there."""
     fsdp_at_world_size_1: bool = field(default=False, metadata=_NOT_A_KEY)
     """Wrap with fully_shard although there is nothing to shard."""
     distributed_timeout_seconds: Annotated[float, Gt(0)] = field(default=600.0, metadata=_NOT_A_KEY)

@@ -108,7 +108,8 @@ class FSDPEngine(TrainEngine):
         if config.optimizer is None:
             hf.requires_grad_(False)
         kernel = dispatch.choose(hf, config.attn_impl, self.device, compute)
-        model = PackedCausalLM(hf, kernel=kernel, chunk_elements=config.logits_chunk_elements)
+        chunk = budget.chunk if budget else memory.frozen_chunk(config, hf, self.device)
+        model = PackedCausalLM(hf, kernel=kernel, chunk_elements=chunk)
         memory.use_kernels(hf, decoder_layers(hf), config.kernels, self.device)
         offload = config.offload
         self._sharded = (
