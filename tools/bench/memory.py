@@ -40,10 +40,10 @@ from areal.engines.model import source
 from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.heads import LogprobHead
 from areal.engines.model.packed import PackedCausalLM
+from areal.engines.optimizer import make_optimizer
 from areal.engines.parallel import estimate, memory
 from areal.engines.parallel.apply import parallelize, resolve_precision
 from areal.engines.parallel.mesh import make_mesh
-from areal.engines.step import make_optimizer
 
 GIB = 2**30
 SHAPES = Path(__file__).resolve().parents[2] / "tools/gpu/shapes"

@@ -21,6 +21,7 @@ _NOT_A_KEY = {"omegaconf_ignore": True}
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 Checkpointing = Literal["none", "selective", "full", "offload"]
+Moments = Literal["float32", "bfloat16"]
 Kernels = Literal["eager", "compile", "liger"]
 RewardNorm = Literal[
     "group/group", "group/batch", "group/none",
@@ -49,6 +50,10 @@ class OptimizerConfig:
     """Decay of the second moment."""
     eps: Annotated[float, Gt(0)] = field(default=1e-8, metadata=_NOT_A_KEY)
     """Added to the root of the second moment."""
+    moments: Moments = "float32"
+    """Precision in which AdamW keeps its two moments. `bfloat16` takes 12 bytes per trained
+    parameter instead of 16, for a GPU with little memory. Moments are then rounded at random, so
+    that their mean is that of float32; a step takes a little longer."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: `constant`, or a `linear` or `cosine` decay to
     `lr * min_lr_ratio`."""

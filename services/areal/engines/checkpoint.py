@@ -37,25 +37,6 @@ STATE_FILE = "trainer_state.json"
 METADATA_FILE = ".metadata"
 
 
-def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the optimizer state that its first step would create.
-
-    A checkpoint before the first step then has the same tensors as any other, and loading has
-    tensors to fill.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=_step_device(parameter, group)),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-
-
-def _step_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
-    return parameter.device if group.get("fused") else torch.device("cpu")
-
-
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
 ) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from areal.algorithms.packing import Batch
 from areal.chassis.logging import get_logger
 from areal.config.checks import check
 from areal.config.training import RefConfig, TrainEngineConfig
-from areal.engines import checkpoint
+from areal.engines import checkpoint, optimizer
 from areal.engines.export.directory import write_directory
 from areal.engines.export.exporter import Deliver, Exporter
 from areal.engines.model import fill, lora, source
@@ -144,7 +144,7 @@ class FSDPEngine(TrainEngine):
         )
         self._exporter = Exporter(hf, Path(config.path), self.device, limit)
         if self._step.optimizer is not None:
-            checkpoint.make_optimizer_state(self._step.optimizer)
+            optimizer.make_state(self._step.optimizer)
             self._step.optimizer.register_step_pre_hook(lambda *_: self.exporter.wait_gathered())
 
     def destroy(self) -> None:

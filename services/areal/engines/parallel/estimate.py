@@ -7,8 +7,9 @@ What is counted, for P parameters in c bytes of compute precision, on W trainer 
 
 | part        | bytes                                                                              |
 |-------------|------------------------------------------------------------------------------------|
-| states      | 16 P / W: float32 master weights, gradients, two moments of AdamW; 0 if offloaded; |
-|             | with adapters c P / W, and 16 of each of theirs                                    |
+| states      | 16 P / W: float32 master weights, gradients, two moments of AdamW (12 P / W if     |
+|             | these are bfloat16); 0 if offloaded; with adapters c P / W, and 16 of each of      |
+|             | theirs                                                                             |
 | gathered    | FSDP's whole layers, embedding and head, c each, and gradients that are not yet    |
 |             | sharded, c + 4 each                                                                |
 | activations | of the tokens of a micro-batch: what layers keep, and one layer in full            |
@@ -273,14 +274,16 @@ def trainer_rank(
 
 def _state_bytes(engine: TrainEngineConfig, shape: ModelShape, element: int) -> int:
     """Of weights, gradients and moments of all ranks together; frozen weights are weights only."""
+    narrow = engine.optimizer is not None and engine.optimizer.moments == "bfloat16"
+    each = 2 * MASTER + 2 * BYTES["bfloat16" if narrow else "float32"]
     if engine.lora is None:
-        return 4 * MASTER * shape.parameters
+        return each * shape.parameters
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     ends = 2 * (shape.hidden + heads) + 2 * (shape.hidden + kv)
     if not shape.routed:
         ends += 3 * (shape.hidden + shape.intermediate)
     adapters = shape.layers * engine.lora.rank * ends
-    return element * shape.parameters + 4 * MASTER * adapters
+    return element * shape.parameters + each * adapters
 
 
 def choose(
@@ -358,6 +361,8 @@ def ways_out(
     if lighter:
         activations.insert(0, f"actor.gradient_checkpointing={' or '.join(lighter)}")
     states = [f"more ranks to shard over ({setting.layout.ranks})"]
+    if setting.gpu and engine.optimizer is not None and engine.optimizer.moments != "bfloat16":
+        states.append("actor.optimizer.moments=bfloat16")
     if setting.gpu and not engine.offload:
         states.append("actor.offload=true")
     ways = {"activations": activations, "states": states, "reference": ["ref.offload=true"]}
