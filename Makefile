@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup gpu-kit demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-agents-sdk test-verifiers test-liger test-transformers images e2e-compose clean
+.PHONY: help setup gpu-kit demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models signatures lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-agents-sdk test-verifiers test-liger test-transformers images e2e-compose clean
 
 ##@ Start
 
@@ -227,6 +227,9 @@ docs: $(STAMP) ## Generate configuration, api, algorithms, metrics and migration
 
 models: $(STAMP) ## Generate docs/models.md by trying every architecture of transformers (minutes)
 	PYTHONPATH=services $(BIN)/python tools/gen_models.py
+
+signatures: $(STAMP) ## Look up what we call of torch and transformers in all supported versions (downloads 500 MB; ARGS=FOLDER keeps them)
+	PYTHONPATH=services:. $(BIN)/python -m tools.api_signatures $(ARGS)
 
 lock: build/lock/.set-up ## Lock requirements/*.txt with hashes, from pyproject.toml; downloads from PyPI (ARGS=--upgrade)
 	PYTHONPATH=. build/lock/bin/python tools/lock.py $(ARGS)

@@ -24,7 +24,7 @@ import typer
 from areal.chassis.logging import get_logger
 from areal.chassis.service import Listeners
 from areal.config.experiment import GRPOConfig, cautions
-from areal.errors import InvalidInput, TrainingDiverged, WorkflowError
+from areal.errors import CannotStart, InvalidInput, TrainingDiverged, WorkflowError
 from areal.recipe import Recipe, load_recipe
 from areal.training.offline_session import OfflineSession
 from areal.training.rank_watch import RankWatch
@@ -34,7 +34,7 @@ from areal_trainer.config import TrainerConfig
 EXIT_BAD_INPUT = 2
 """Starting again would say the same."""
 EXIT_STOPPED = 128 + signal.SIGTERM
-FINAL = (InvalidInput, TrainingDiverged, WorkflowError)
+FINAL = (CannotStart, InvalidInput, TrainingDiverged, WorkflowError)
 """Errors after which starting again would say the same."""
 
 

@@ -51,7 +51,7 @@ _HINTS = {
     "ref": "ref is frozen and uses the settings of actor; it has only path and offload",
     **dict.fromkeys(
         [
-            "actor.init_from_scratch", "actor.attn_impl", "actor.share_prefixes",
+            "actor.init_from_scratch", "actor.share_prefixes",
             "actor.logits_chunk_elements", "actor.fsdp_at_world_size_1",
             "actor.overlong_penalty_factor", "actor.discount",
             "actor.mb_spec.n_mbs", "actor.optimizer.beta1", "actor.optimizer.eps",

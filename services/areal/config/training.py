@@ -23,6 +23,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 Checkpointing = Literal["none", "selective", "full", "offload"]
 Moments = Literal["float32", "bfloat16"]
 Kernels = Literal["eager", "compile", "liger"]
+Attention = Literal[
+    "auto", "packed", "varlen", "varlen_repeat_kv", "flash_attention_2", "flash_attention_3"
+]
 RewardNorm = Literal[
     "group/group", "group/batch", "group/none",
     "leave1out/group", "leave1out/batch", "leave1out/none",
@@ -118,12 +121,8 @@ class EngineConfig:
     dtype: Dtype = field(default="auto", metadata=_NOT_A_KEY)
     """Compute precision: `float32`, `bfloat16`, `float64`, or `auto` (bfloat16 on GPU, float32 on
     CPU)."""
-    attn_impl: Literal["auto", "packed", "varlen", "flash_attention_2", "flash_attention_3"] = (
-        field(default="auto", metadata=_NOT_A_KEY)
-    )
-    """`packed` (bucketed SDPA, any device and model), `varlen` (torch's flash attention on a GPU),
-    `flash_attention_2` and `3` (their packages), or `auto`: a flash kernel that is installed and
-    computes what the model needs, else `packed`."""
+    attn_impl: Attention = field(default="auto", metadata=_NOT_A_KEY)
+    """The attention kernel."""
     share_prefixes: bool | None = field(default=None, metadata=_NOT_A_KEY)
     """Compute the common prefix of a group's sequences once (exact); null: only with `packed`
     attention. Whether this is faster with the kernels of a GPU has not been measured."""
@@ -188,6 +187,13 @@ class TrainEngineConfig(EngineConfig):
     operation after another), `compile` (torch.compile for each layer; the first steps take minutes)
     or `liger` (the package liger-kernel; needs a GPU). None of the three has been measured on a GPU
     yet."""
+    attn_impl: Attention = "auto"
+    """The attention kernel, also of the reference and the critic. `flash_attention_3` and
+    `flash_attention_2` need their packages; `varlen` is torch's flash attention, and
+    `varlen_repeat_kv` the same with keys and values copied to each head; `packed` is bucketed SDPA,
+    for any device and model. `auto` takes the first of these that computes a few tokens correctly,
+    forward and backward, on the run's own device; a log line gives the reason for each that does
+    not. A kernel that is named and does not work ends the run. On a CPU there is only `packed`."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """AdamW and its learning-rate schedule; null for a model that is not trained."""
     largest_micro_batch: int = field(default=0, metadata=_NOT_A_KEY)

@@ -47,6 +47,7 @@ from areal.engines.parallel.mesh import (
 )
 from areal.engines.step import TrainStep
 from areal.engines.train_api import LossFn, LossWeightFn, TrainEngine
+from areal.engines.versions import check_versions
 from areal.errors import InvalidInput, WaitTimeout
 
 
@@ -84,6 +85,7 @@ class FSDPEngine(TrainEngine):
     # -- life cycle ----------------------------------------------------------------------------
 
     def initialize(self, total_train_steps: int | None = None) -> None:
+        check_versions()
         config = self.config
         self.device = local_device()
         if self.device.type == "cuda":

@@ -189,6 +189,7 @@ def frozen(config: Any, path: str = "") -> Any:
         dtype=config.dtype,
         mb_spec=config.mb_spec,
         kernels=config.kernels,
+        attn_impl=config.attn_impl,
         layout=config.layout,
         distributed_timeout_seconds=config.distributed_timeout_seconds,
     )

@@ -78,7 +78,7 @@ class FSDPPPOActor:
         # A reference is compared with the actor: as the actor computes.
         ppo = config if isinstance(config, PPOActorConfig) else session.config.actor
         config.dtype, config.mb_spec = ppo.dtype, ppo.mb_spec
-        config.kernels = ppo.kernels
+        config.kernels, config.attn_impl = ppo.kernels, ppo.attn_impl
         config.distributed_timeout_seconds = ppo.distributed_timeout_seconds
         self.engine = FSDPEngine(config)
         self._ppo = PPOActor(ppo, self.engine, session.config.gconfig.temperature)

@@ -324,9 +324,8 @@ RULES: dict[str, str | Rule] = {
     "actor.overlong_reward_penalty": Rule("for true, set `actor.overlong_tokens` above 0"),
     "actor.overlong_penalty_factor": Rule("cannot be set; it is always 1"),
     "actor.init_from_scratch": _if_set("actor.init_from_scratch", _IN_RECIPE),
-    **dict.fromkeys(
-        [f"actor.{key}" for key in ("attn_impl", "use_kernels", "pad_to_maximum")], _AUTOMATIC
-    ),
+    "actor.attn_impl": Rule("`actor.attn_impl`; the default tries the installed kernels"),
+    **dict.fromkeys([f"actor.{key}" for key in ("use_kernels", "pad_to_maximum")], _AUTOMATIC),
     **dict.fromkeys([f"actor.{key}" for key in ("megatron", "archon", "fsdp")], _LAYOUT),
     "actor.m2_threshold": Rule("`actor.behavior_weight_mode: second_moment`", _second_moment),
     "actor.use_sapo_loss": _loss("sapo"),

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 from areal.chassis.bad_input import POD_VERDICT_VARIABLE
+from areal.errors import CannotStart
 from areal_launch.processes.process import python_environment
+from areal_trainer.job import FINAL
 
 
 def test_trainer_when_its_life_before_said_what_must_be_mended_then_it_does_not_try_again(
@@ -27,3 +29,7 @@ def test_trainer_when_its_life_before_said_what_must_be_mended_then_it_does_not_
     assert ended.returncode == 2
     assert "not started again: the first 16 tasks" in ended.stderr
     assert "there-is-none" not in ended.stderr
+
+
+def test_trainer_when_the_machine_lacks_what_the_error_names_then_it_ends() -> None:
+    assert issubclass(CannotStart, FINAL)

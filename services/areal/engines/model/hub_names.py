@@ -62,15 +62,13 @@ class Step:
         if self.converter is None:
             (tensor,) = tensors
             return [(self.target, tensor)]
-        from transformers.core_model_loading import apply_renamings
-
         converter = deepcopy(self.converter)
         for (name, pattern), tensor in zip(self.sources, tensors, strict=True):
             converter.add_tensor(self.target, name, pattern, tensor)
         made = converter.convert(self.target, model=hf, config=hf.config)
         return [
             (
-                apply_renamings(name, self.renamings),
+                _renamed(name, self.renamings),
                 (found[0] if isinstance(found, list) else found).contiguous(),
             )
             for name, found in made.items()
@@ -90,12 +88,7 @@ def export_steps(hf: Any) -> list[Step]:
     come out again; a model made from a config alone gets its family's.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        PrefixChange,
-        apply_converters,
-        apply_renamings,
-        dot_natural_key,
-    )
+    from transformers.core_model_loading import PrefixChange, dot_natural_key
 
     used = getattr(hf, "_weight_conversions", None)
     if used is None:
@@ -105,9 +98,9 @@ def export_steps(hf: Any) -> list[Step]:
     unsaved = set(hf._keys_to_ignore_on_save or ())
     steps: dict[str, Step] = {}
     for name in sorted(live_tensors(hf).keys() - unsaved, key=dot_natural_key):
-        target, pattern = apply_converters(name, converters)
+        target, pattern = _converted(name, converters)
         if pattern is None:
-            target = apply_renamings(name, renamings)
+            target = _renamed(name, renamings)
             step = steps.setdefault(target, Step(target))
         else:
             step = steps.setdefault(target, Step(target, by_pattern[pattern], renamings))
@@ -240,6 +233,22 @@ def _sorted_out(conversions: Sequence[Any]) -> tuple[list[Any], list[Any], dict[
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     return renamings, converters, by_pattern
+
+
+# transformers has functions for both only since 5.21.
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def _converted(name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
+    """The name that the first matching converter makes, and the pattern that it matched."""
+    for converter in converters:
+        name, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return name, pattern
+    return name, None
 
 
 def _same(directory: TensorDirectory, one: Step, other: Step) -> bool:

@@ -24,12 +24,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
-from areal.engines.model.attention.dispatch import PACKED
+from areal.engines.model.attention.dispatch import PACKED, in_a_line
 from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.guards import decoder_of, is_scalar, refusal, use_attention
 from areal.engines.model.heads import LogprobHead, logprobs_of
 from areal.engines.model.packed import PackedCausalLM
-from areal.errors import InvalidInput
+from areal.engines.versions import accepted, together
+from areal.errors import CannotStart, InvalidInput
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Largest mean difference of logprobs, in nats. Rounding makes about 1e-6 in float32 and 1e-2 in
@@ -66,7 +67,8 @@ def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype)
         compute: precision of its forward pass.
 
     Raises:
-        InvalidInput: they differ, or the model does not run on packed sequences.
+        InvalidInput: they differ, or the model asks for what its attention does not compute.
+        CannotStart: it does not run at all, such as with a version that lacks an argument.
     """
     with _first_layers(model) as layers:
         return _compare(model, device, compute, layers)
@@ -85,8 +87,13 @@ def _compare(
     except InvalidInput as error:
         raise refusal(model.hf, str(error)) from None
     except Exception as error:
-        why = f"{type(error).__name__}, {' '.join(str(error).split())[:200]}"
-        raise refusal(model.hf, why) from error
+        # A call that a version does not take, or a kernel that a GPU lacks: not the model's fault.
+        odd = isinstance(error, (AttributeError, ImportError, NotImplementedError, TypeError))
+        raise CannotStart(
+            f"model {type(model.hf).__name__} does not run with {model.kernel} attention on "
+            f"{device} with {together()}: {in_a_line(error)}"
+            + (f"; expected {accepted()}, or another attn_impl" if odd else "")
+        ) from error
     result = SelfTest(
         architecture=type(model.hf).__name__,
         attention=model.kernel,
@@ -100,7 +107,7 @@ def _compare(
         raise refusal(
             model.hf,
             f"logprobs differ by {result.difference:.2g} nats a token from those of each sequence "
-            f"alone, more than {result.tolerance:g} ({result.dtype})",
+            f"alone, more than {result.tolerance:g} ({result.dtype}, {model.kernel} attention)",
         )
     return result
 

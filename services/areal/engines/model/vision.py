@@ -8,7 +8,7 @@ Image tokens occur in prompts only. An image token that the policy samples count
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -153,13 +153,18 @@ def embed(hf: Any, input_ids: Tensor, seen: Seen) -> tuple[dict[str, Any], Tenso
     embedded = base.get_input_embeddings()(input_ids)
     placed = features[seen.rows].to(embedded.dtype)
     inputs = {"inputs_embeds": embedded.index_copy(0, seen.places, placed)[None]}
-    deep = [torch.cat(layer) for layer in getattr(found, "deepstack_features", ())]
+    deep = [_joined(layer) for layer in getattr(found, "deepstack_features", ())]
     if deep:
         mask = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(0, seen.places, 1)
         inputs["visual_pos_masks"] = mask[None]
         inputs["deepstack_visual_embeds"] = [layer[seen.rows] for layer in deep]
     nothing = sum((layer.sum() for layer in deep), features.sum()) * 0.0
     return inputs, nothing
+
+
+def _joined(layer: Tensor | Sequence[Tensor]) -> Tensor:
+    # Newer transformers split a layer's features by image.
+    return layer if isinstance(layer, Tensor) else torch.cat(tuple(layer))
 
 
 def check(hf: Any, batch: Batch, ranks_per_share: int, placeholders: Tensor) -> None:

@@ -115,7 +115,9 @@ def recompute_layers(hf: Any, mode: Checkpointing, kernels: Kernels) -> None:
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    hf.activation_checkpointing_enable(options)
+    # Older transformers have only the second, which newer ones deprecate.
+    enable = getattr(hf, "activation_checkpointing_enable", None)
+    (enable or hf.gradient_checkpointing_enable)(options)
     for module in hf.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True  # transformers looks at it; their children stay in eval()

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.engines.parallel.mesh import Mesh
-from areal.errors import InvalidInput
+from areal.engines.versions import PLANS_FROM, installed, older
+from areal.errors import CannotStart, InvalidInput
 
 _SUMMED = "replicated_with_grad_allreduce"
 _EXPERTS = "ep_dispatch_experts"
@@ -27,7 +28,9 @@ def spread_matrices(hf: Any, mesh: Mesh) -> None:
 
     Raises:
         InvalidInput: the architecture has no plan, or one with a style that was never verified.
+        CannotStart: transformers is too old to apply one.
     """
+    _check_version("t", mesh)
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan = _plan_of(hf, "base_model_tp_plan", "t")
@@ -61,7 +64,9 @@ def spread_experts(hf: Any, mesh: Mesh) -> list[nn.Module]:
 
     Raises:
         InvalidInput: the architecture has no plan for it.
+        CannotStart: transformers is too old to apply one.
     """
+    _check_version("e", mesh)
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     assert mesh.experts is not None
@@ -77,6 +82,16 @@ def spread_experts(hf: Any, mesh: Mesh) -> list[nn.Module]:
     plan = dict(sorted(plan.items(), key=lambda item: item[1] == _EXPERTS))
     apply_expert_parallelism(hf, mesh.experts, mesh.tensor, plan, "all_to_all")
     return found
+
+
+def _check_version(letter: str, mesh: Mesh) -> None:
+    # Before 5.23 the functions lie in other modules, take other arguments, and know other styles.
+    if older(found := installed("transformers"), PLANS_FROM):
+        raise CannotStart(
+            f"trainer layout '{mesh.layout}': {letter} needs transformers {PLANS_FROM}, and "
+            f"{found} is installed; expected a layout without {letter}, or "
+            f"pip install transformers=={PLANS_FROM}.0"
+        )
 
 
 def _plan_of(hf: Any, name: str, letter: str) -> dict[str, str]:

@@ -4,21 +4,27 @@
 |---|---|---|
 | `packed` | nothing: any device and precision | |
 | `varlen`, torch's own | a GPU, Ampere or later, 16 bits | softcaps, sinks, heads wider than 256 |
+| `varlen_repeat_kv` | the same; copies keys and values to each head | as `varlen` |
 | `flash_attention_2` | the same, and the package flash_attn | sinks, heads wider than 256 |
 | `flash_attention_3` | the same on Hopper, and flash_attn_interface | as `varlen` |
 
 All read the same layout, refuse what they do not compute, and work over tokens that are spread over
-ranks (`ulysses`).
+ranks (`ulysses`). On a GPU a kernel is chosen by trying it (`trial`), not by version.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from areal.chassis.logging import get_logger
+from areal.engines.model.attention import trial
 from areal.engines.model.attention.layout import PackedLayout
 from areal.engines.model.attention.packed import packed_attention
 from areal.engines.model.attention.ulysses import Attention, across_ranks
@@ -27,20 +33,24 @@ from areal.engines.model.attention.varlen import (
     FLASH_3,
     PACKAGES,
     TORCH,
+    TORCH_REPEATED,
     WIDEST,
+    bind,
     varlen_attention,
 )
-from areal.errors import InvalidInput
+from areal.engines.versions import together
+from areal.errors import CannotStart, InvalidInput
 
 PACKED = "packed"
-# `auto` takes the first that can. Torch's comes before flash_attn, whose kernels it has: there is
-# nothing to build, and torch.compile looks through it.
-_PREFERRED = (FLASH_3, TORCH, FLASH_2)
+# `auto` takes the first that works. A user who has built a package wants it to be used.
+_PREFERRED = (FLASH_3, FLASH_2, TORCH, TORCH_REPEATED, PACKED)
 _AMPERE, _HOPPER = 8, 9  # major compute capabilities
 
 
 def choose(hf: Any, wanted: str, device: torch.device, compute: torch.dtype) -> str:
-    """Return the attention kernel for a model.
+    """Return the attention kernel for a model; on a GPU, one that has been tried there.
+
+    With `auto` it is collective, because all ranks take the same kernel.
 
     Args:
         hf: transformers causal language model.
@@ -50,17 +60,75 @@ def choose(hf: Any, wanted: str, device: torch.device, compute: torch.dtype) -> 
 
     Raises:
         InvalidInput: the requested kernel cannot compute it.
+        CannotStart: the requested kernel, or with `auto` each, was tried and does not work.
     """
-    if wanted == "auto":
-        can = (kernel for kernel in _PREFERRED if _why_not(kernel, hf, device, compute) is None)
-        return next(can, PACKED)
-    if wanted != PACKED and (why := _why_not(wanted, hf, device, compute)) is not None:
-        raise InvalidInput(f"attn_impl={wanted}: {why}; expected attn_impl=packed, or auto")
-    return wanted
+    if wanted != "auto":
+        if (why := _why_not(wanted, hf, device, compute)) is not None:
+            raise InvalidInput(f"attn_impl={wanted}: {why}; expected attn_impl=packed, or auto")
+        if (why := _failure(wanted, hf, device, compute)) is not None:
+            raise CannotStart(
+                f"attn_impl={wanted} does not work on {device} with {together()}: {why}; expected "
+                "attn_impl=auto, or another kernel"
+            )
+        return wanted
+    log = get_logger("areal.engines.attention")
+    passed_over: dict[str, str] = {}
+    for kernel in _PREFERRED:
+        known = _why_not(kernel, hf, device, compute)
+        failed = None if known else _failure(kernel, hf, device, compute)
+        anywhere, speaks = _anywhere(device, bool(known), bool(failed))
+        if not anywhere:
+            if passed_over and device.type != "cpu":
+                log.info("attention_kernel", kernel=kernel, passed_over=passed_over)
+            return kernel
+        if speaks:
+            log.warning(
+                "attention_kernel_failed", kernel=kernel, reason=failed, versions=together()
+            )
+        passed_over[kernel] = known or failed or "it does not work on another rank"
+    reasons = "; ".join(f"{kernel}: {why}" for kernel, why in passed_over.items())
+    raise CannotStart(f"no attention kernel works on {device} with {together()}: {reasons}")
+
+
+def _failure(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -> str | None:
+    """What a kernel does wrong with a few tokens; None: nothing."""
+    if device.type == "cpu":  # its only kernel is the one that the tests of this project run
+        return None
+    try:
+        attend = attention_function(kernel)
+        for shape in trial.shapes_of(hf.config.get_text_config()):
+            why = trial.difference(attend, shape, device, compute, buckets=kernel == PACKED)
+            if why is not None:
+                return why
+    except Exception as error:
+        return in_a_line(error)
+    return None
+
+
+def in_a_line(error: Exception) -> str:
+    """Return an error's message, with its type unless it is one of ours; at most 200 characters."""
+    text = " ".join(str(error).split())[:200]
+    return text if isinstance(error, CannotStart) else f"{type(error).__name__}, {text}"
+
+
+def _anywhere(device: torch.device, known: bool, failed: bool) -> tuple[bool, bool]:
+    """Whether a kernel is out on any rank, and whether this rank is to report that it failed.
+
+    Collective on GPUs; each rank asks about every kernel, so the packages of nodes may differ.
+    """
+    if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
+        return known or failed, failed
+    first = dist.get_rank() == 0
+    flags = torch.tensor([known or failed, failed and first], dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    out, on_first = flags.tolist()
+    return bool(out), failed and (first or not on_first)
 
 
 def _why_not(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -> str | None:
-    """What keeps a kernel other than `packed` from computing a model; None: nothing."""
+    """What keeps a kernel from computing a model, seen without trying; None: nothing."""
+    if kernel == PACKED:
+        return None
     return _missing(kernel, device, compute) or _beyond(kernel, hf)
 
 
@@ -84,21 +152,13 @@ def _beyond(kernel: str, hf: Any) -> str | None:
         return f"{name} has attention sinks"
     if kernel != FLASH_2 and getattr(config, "attn_logit_softcapping", None) is not None:
         return f"{name} caps attention scores"
-    if (width := _widest_head(config)) > WIDEST:
-        return f"{name} has heads of width {width}, more than {WIDEST}"
+    shapes = trial.shapes_of(config)
+    widest = max((max(shape.width, shape.value_width) for shape in shapes), default=0)
+    if widest > WIDEST:
+        return f"{name} has heads of width {widest}, more than {WIDEST}"
+    if kernel == TORCH_REPEATED and all(shape.heads == shape.kv_heads for shape in shapes):
+        return f"{name} has keys and values for each head: there is nothing to repeat"
     return None
-
-
-def _widest_head(config: Any) -> int:
-    def width(key: str) -> int:
-        return int(getattr(config, key, None) or 0)
-
-    return max(
-        width("head_dim") or config.hidden_size // config.num_attention_heads,
-        width("global_head_dim"),
-        width("v_head_dim"),
-        width("qk_nope_head_dim") + width("qk_rope_head_dim"),
-    )
 
 
 def registered_name(kernel: str) -> str:
@@ -112,7 +172,14 @@ def registered_name(kernel: str) -> str:
 
 
 def attention_function(kernel: str) -> Attention:
-    """Return the attention function that an architecture calls, with its options."""
+    """Return the attention function that an architecture calls, with its options.
+
+    Raises:
+        CannotStart: the installed version of the kernel lacks an argument that is needed.
+        ImportError: the kernel is not there.
+    """
+    compute: Callable[..., Tensor]
+    compute = packed_attention if kernel == PACKED else partial(varlen_attention, bind(kernel))
 
     def attend(
         module: Any,
@@ -157,11 +224,8 @@ def attention_function(kernel: str) -> Attention:
         layout = _checked(kernel, module, query, key, packed_layout, sliding_window, others)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        window = sliding_window
-        if kernel == PACKED:
-            out = packed_attention(q, k, v, layout, scale, window, softcap=softcap, sinks=s_aux)
-        else:
-            out = varlen_attention(kernel, q, k, v, layout, scale, window, softcap=softcap)
+        sinks = {"sinks": s_aux} if kernel == PACKED else {}
+        out = compute(q, k, v, layout, scale, sliding_window, softcap=softcap, **sinks)
         return out[None], None
 
     return attend

@@ -6,26 +6,65 @@
 Torch's own kernel and the two packages take the same tensors. They need a GPU, 16 bits, and heads
 of one width for queries, keys and values, a multiple of 8: narrower ones are padded with zeros,
 which changes no score and is cut off the result.
+
+Torch's function has other arguments in each release, so its signature is read once, when the kernel
+is bound:
+
+| torch | `scale`, `window_size` | `enable_gqa` |
+|---|---|---|
+| 2.10 | no: it cannot be used | no |
+| 2.11 | yes | no, and nothing compares the numbers of heads |
+| 2.12 to 2.14 | yes | yes, and needed where keys have fewer heads |
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
 
 from areal.engines.model.attention.layout import PackedLayout
+from areal.engines.versions import installed
+from areal.errors import CannotStart
 
 TORCH, FLASH_2, FLASH_3 = "varlen", "flash_attention_2", "flash_attention_3"
+TORCH_REPEATED = "varlen_repeat_kv"
 PACKAGES = {FLASH_2: "flash_attn", FLASH_3: "flash_attn_interface"}
 """What has to be installed."""
 WIDEST = 256
 """Largest width of a head."""
 
+Varlen = Callable[[list[Tensor], PackedLayout, float, tuple[int, int], float | None], Tensor]
+"""Takes queries, keys and values of one width, the layout, the factor of the scores, the tokens
+seen to the left and right (-1: all), and the cap of the scores."""
+
+
+def bind(kernel: str) -> Varlen:
+    """Look a kernel's function up, and read from its signature how to call it.
+
+    Raises:
+        CannotStart: this version of it lacks an argument that every model needs.
+        ImportError: it is not there.
+    """
+    if kernel in PACKAGES:
+        return partial(_call_package, import_module(PACKAGES[kernel]).flash_attn_varlen_func)
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes = inspect.signature(varlen_attn).parameters
+    if lacking := [name for name in ("scale", "window_size") if name not in takes]:
+        raise CannotStart(
+            f"varlen_attn of torch {installed('torch')} has no argument {' and no '.join(lacking)}"
+        )
+    options = {"enable_gqa": True} if "enable_gqa" in takes else {}
+    return partial(_call_torch, varlen_attn, options, kernel == TORCH_REPEATED)
+
 
 def varlen_attention(
-    kernel: str,
+    call: Varlen,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -38,7 +77,7 @@ def varlen_attention(
     """Attend within each sequence, to tokens up to the query's own.
 
     Args:
-        kernel: `TORCH`, `FLASH_2` or `FLASH_3`.
+        call: from `bind`.
         query: [U, heads, head_dim].
         key: [U, key_value_heads, head_dim].
         value: [U, key_value_heads, value_dim].
@@ -59,7 +98,7 @@ def varlen_attention(
         rows = [x.index_select(0, layout.locate) for x in rows]
     # Kernels count the tokens before the query's own.
     seen = (-1 if window is None else window - 1, 0)
-    out = _call(kernel, rows, layout, scaling, seen, softcap)[..., :value_dim]
+    out = call(rows, layout, scaling, seen, softcap)[..., :value_dim]
     return out.index_select(0, layout.computed) if layout.shared else out
 
 
@@ -67,8 +106,29 @@ def _widen(x: Tensor, width: int) -> Tensor:
     return x if x.shape[2] == width else nn.functional.pad(x, (0, width - x.shape[2]))
 
 
-def _call(
-    kernel: str,
+def _call_torch(
+    varlen_attn: Any,
+    options: dict[str, Any],
+    repeat: bool,
+    rows: list[Tensor],
+    layout: PackedLayout,
+    scaling: float,
+    seen: tuple[int, int],
+    softcap: float | None,
+) -> Tensor:
+    assert softcap is None, "it has none"
+    q, k, v = rows
+    if repeat and (fold := q.shape[1] // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(fold, 1), v.repeat_interleave(fold, 1)
+    bounds, longest = layout.cu_seqlens, layout.longest
+    out: Tensor = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=seen, **options
+    )
+    return out
+
+
+def _call_package(
+    flash_attn_varlen_func: Any,
     rows: list[Tensor],
     layout: PackedLayout,
     scaling: float,
@@ -77,20 +137,11 @@ def _call(
 ) -> Tensor:
     q, k, v = rows
     bounds, longest = layout.cu_seqlens, layout.longest
-    if kernel == TORCH:
-        from torch.nn.attention.varlen import varlen_attn
-
-        found: Any = varlen_attn(
-            q, k, v, bounds, bounds, longest, longest,
-            scale=scaling, window_size=seen, enable_gqa=True,
-        )  # fmt: skip
-    else:
-        flash: Any = import_module(PACKAGES[kernel])
-        capped = {} if softcap is None else {"softcap": softcap}
-        found = flash.flash_attn_varlen_func(
-            q, k, v, bounds, bounds, longest, longest,
-            softmax_scale=scaling, causal=True, window_size=seen, **capped,
-        )  # fmt: skip
+    capped = {} if softcap is None else {"softcap": softcap}
+    found: Any = flash_attn_varlen_func(
+        q, k, v, bounds, bounds, longest, longest,
+        softmax_scale=scaling, causal=True, window_size=seen, **capped,
+    )  # fmt: skip
     # Early versions of flash attention 3 add the log-sum-exp.
     out: Tensor = found[0] if isinstance(found, tuple) else found
     return out

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import torch
 
+from areal.engines.model.attention import trial
+
 
 def attend(q, k, v, cu_seqlens, longest, scale, left, softcap=0.0):
     """[T, heads, dim]; a query sees the `left` tokens before it (-1: all) and itself."""
@@ -102,3 +104,9 @@ def install_packages(monkeypatch):
     """Both packages, until the test ends."""
     for name, function in (("flash_attn", flash_2), ("flash_attn_interface", flash_3)):
         monkeypatch.setitem(sys.modules, name, package(name, function))
+
+
+def pretend_gpu(monkeypatch, capability):
+    """A GPU of a compute capability, on which kernels are tried with tensors of the CPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(trial, "_move", lambda x, device: x)
