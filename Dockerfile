@@ -1,15 +1,16 @@
 # All images except SGLang's: stores; control, reward, weight-sync and sandbox, which have no torch;
-# inference-cpu, trainer and dev. docs/images.md lists what each image holds.
+# inference-cpu, trainer, dev; and gpu, which is based on SGLang's. docs/images.md lists what each holds.
 #
-#   docker build --target control -t areal/control:dev .        (all except dev: make images)
+#   docker build --target control -t areal/control:dev .        (all except dev and gpu: make images)
 #
 # BASE_IMAGE may be name@sha256:…; no digest is pinned here, because none is valid in every registry.
-# TORCH_INDEX is the package index that has the build of torch you want (CPU, CUDA 12.8, …);
-# empty: pip's own (tools/install_torch.py). All other packages are locked with hashes in
-# requirements/ (make lock), one file per layer. pip gets --no-deps, because a lock is complete.
+# TORCH is cpu, or cuda for a trainer with GPUs (requirements/torch-*.txt); TORCH_INDEX is another
+# package index for torch (tools/install_torch.py). Packages are locked with hashes in requirements/
+# (make lock), one file per layer. pip gets --no-deps, because a lock is complete.
 # Dependencies come before the source, so that a change of the source rebuilds only one layer.
 # Docker's classic builder works, too.
 ARG BASE_IMAGE=python:3.11-slim
+ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
 
 FROM ${BASE_IMAGE} AS control-packages
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -137,12 +138,13 @@ CMD ["areal-sandbox", "--help"]
 
 # -- inference-cpu: the CPU engine -------------------------------------------------------------
 FROM control-packages AS torch-packages
+ARG TORCH=cpu
 ARG TORCH_INDEX=
-COPY requirements/inference.txt requirements/torch-cpu.txt tools/install_torch.py ./
+COPY requirements/inference.txt requirements/torch-cpu.txt requirements/torch-cuda.txt tools/install_torch.py ./
 RUN /opt/areal/bin/python -m pip install --no-deps --require-hashes --prefix /packages-torch -r inference.txt \
     && find /packages-torch -depth -type d -name tests -exec rm -rf {} +
 RUN PYTHONPATH=$(echo /packages-torch/lib/*/site-packages) \
-    /opt/areal/bin/python install_torch.py torch-cpu.txt --prefix /packages-torch
+    /opt/areal/bin/python install_torch.py torch-$TORCH.txt --prefix /packages-torch
 
 FROM control-runtime AS torch-runtime
 COPY --from=torch-packages /packages-torch /opt/areal
@@ -199,3 +201,33 @@ HEALTHCHECK NONE
 LABEL org.opencontainers.image.title="areal/dev" \
       org.opencontainers.image.description="The repository of AReaL with its tests and tools"
 CMD ["python", "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow"]
+
+# -- gpu: SGLang's image, and beside it an environment that takes torch from it ---------------------
+# Trainer and servers then have one torch and one NCCL. Root, as in SGLang's image, whose kernels are
+# compiled into the home folder.
+FROM ${SGLANG_IMAGE} AS gpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /areal
+COPY requirements/build.txt requirements/control.txt requirements/stores.txt requirements/reward.txt requirements/weight-sync.txt requirements/inference.txt requirements/trainer.txt /locks/
+RUN python3 -m venv --system-site-packages /opt/areal && cd /locks \
+    && /opt/areal/bin/python -m pip install --no-deps --require-hashes --ignore-installed \
+        -r build.txt -r control.txt -r stores.txt -r reward.txt -r weight-sync.txt -r inference.txt -r trainer.txt \
+    && /opt/areal/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__'
+# `areal run` starts servers from .venv-sglang-gpu next to its own environment: here, SGLang's own python.
+RUN mkdir -p /opt/.venv-sglang-gpu/bin \
+    && printf '#!/bin/sh\nexec %s "$@"\n' "$(command -v python3)" >/opt/.venv-sglang-gpu/bin/python \
+    && chmod +x /opt/.venv-sglang-gpu/bin/python && touch /opt/.venv-sglang-gpu/.set-up \
+    && /opt/.venv-sglang-gpu/bin/python -c 'import sglang'
+COPY pyproject.toml README.md LICENSE /build/
+COPY services /build/services
+RUN /opt/areal/bin/python -m pip install --no-deps --no-index --no-build-isolation /build && rm -rf /build
+COPY examples examples
+ENV PATH=/opt/areal/bin:$PATH PYTHONUNBUFFERED=1
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="areal/gpu" \
+      org.opencontainers.image.description="AReaL and SGLang for machines with GPUs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+CMD ["areal", "--help"]

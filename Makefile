@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models signatures lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-agents-sdk test-verifiers test-liger images e2e-compose clean
+.PHONY: help setup gpu-kit demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models signatures lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-agents-sdk test-verifiers test-liger test-transformers images e2e-compose clean
 
 ##@ Start
 
@@ -21,15 +21,20 @@ help: ## Show this list
 		/^##@/ {printf "\n\033[1m%s\033[0m\n", substr($$0, 5)} \
 		/^[a-z0-9-]+:.*## / {printf "  \033[36m%-14s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Create .venv with everything that the other targets need (downloads once)
+# torch is installed separately, with the lock torch-$(TORCH).txt: `cpu`, or `cuda` for GPUs (docs/gpu.md).
+# What is installed stays, until setup gets another TORCH.
+TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),cpu)
 
-# torch is installed separately: its CPU build is not on PyPI. Set TORCH_INDEX to a package index that
-# has the build that you want.
-$(STAMP): pyproject.toml $(LOCKS) requirements/torch-cpu.txt tools/install_torch.py tools/get_helm.py
+setup: ## Create .venv with everything that the other targets need (downloads once; TORCH=cuda: for GPUs)
+	@test "$$(cat $(VENV)/.torch 2>/dev/null || echo cpu)" = $(TORCH) || rm -f $(STAMP)
+	@$(MAKE) --no-print-directory $(STAMP)
+
+$(STAMP): pyproject.toml $(LOCKS) requirements/torch-$(TORCH).txt tools/install_torch.py tools/get_helm.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=…")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --no-deps --require-hashes $(addprefix -r ,$(LOCKS))
-	$(BIN)/python tools/install_torch.py requirements/torch-cpu.txt
+	$(BIN)/python tools/install_torch.py requirements/torch-$(TORCH).txt
+	@echo $(TORCH) >$(VENV)/.torch
 	@# The original project, and earlier versions of this one, are named `areal` and have the same import package.
 	$(BIN)/python -m pip uninstall --quiet --yes areal 2>/dev/null
 	$(PIP) --no-deps --no-index --no-build-isolation --editable .
@@ -103,6 +108,9 @@ sglang-gpu: .venv-sglang-gpu/.set-up ## Install SGLang for GPUs into .venv-sglan
 	.venv-sglang-gpu/bin/python -m pip install --quiet --disable-pip-version-check sglang==0.5.23
 	@touch $@
 
+gpu-kit: ## Pack what measures the trainer on a GPU into build/gpu-kit, with wheels (downloads 20 MB; GPU_PYTHON=3.12)
+	$(PYTHON) tools/gpu/pack.py build/gpu-kit $(or $(GPU_PYTHON),3.12)
+
 test-sglang: $(STAMP) sglang ## Run the engines' conformance suite on the CPU engine and on real SGLang
 	AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest --timeout 600 tests/contract/test_engine_*.py tests/integration/test_agent_sessions.py tests/integration/test_gateway_engines.py $(ARGS)
 
@@ -128,6 +136,10 @@ test-liger: $(STAMP) ## Compare Liger's kernels with eager ones, on the CPU with
 	$(BIN)/python -m venv .venv-liger
 	.venv-liger/bin/pip install -q --no-deps --upgrade --target build/liger liger-kernel==0.8.5 triton==3.9.0
 	AREAL_TEST_LIGER=$(CURDIR)/build/liger $(BIN)/python -m pytest -q tests/unit/areal/engines/parallel/test_liger.py $(ARGS)
+
+test-transformers: $(STAMP) ## Run the GPU kit in miniature with the oldest supported transformers (downloads it into build/transformers)
+	$(PIP) --no-deps --upgrade --target build/transformers transformers==5.17.0 huggingface-hub==1.33.0
+	AREAL_TEST_TRANSFORMERS=$(CURDIR)/build/transformers $(BIN)/python -m pytest -q -m long tests/integration/test_gpu_kit.py $(ARGS)
 
 e2e-slurm: $(STAMP) ## Train on a Slurm cluster of two nodes, both on this machine (needs Debian's slurm-wlm and munge)
 	AREAL_TEST_SLURM=1 $(BIN)/python -m pytest -q tests/e2e/test_slurm_run.py $(ARGS)
@@ -191,14 +203,14 @@ layout: $(STAMP) ## Check that every service has the same files
 
 ##@ Deploy
 
-# TORCH_INDEX: the package index that has your build of torch. BASE_IMAGE: another base image (Debian, Python 3.11 or newer).
-images: ## Build the images areal/{stores,control,reward,weight-sync,sandbox,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH_INDEX, IMAGES)
+# TORCH: cpu or cuda. TORCH_INDEX: another package index for torch. BASE_IMAGE: another base image (Debian, Python 3.11 or newer).
+images: ## Build the images areal/{stores,control,reward,weight-sync,sandbox,inference-cpu,trainer}:dev (TAG, BASE_IMAGE, TORCH, TORCH_INDEX, IMAGES; IMAGES=gpu: docs/gpu.md)
 	@for target in $(or $(IMAGES),stores control reward weight-sync sandbox inference-cpu trainer); do \
 		echo "== areal/$$target:$(or $(TAG),dev)"; \
 		docker build --quiet --target $$target --tag areal/$$target:$(or $(TAG),dev) \
 			--build-arg VERSION=$(or $(TAG),dev) --build-arg REVISION=$$(git rev-parse --short HEAD 2>/dev/null || echo unknown) \
 			$(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
-			$(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) . || exit 1; \
+			$(if $(filter cuda,$(TORCH)),--build-arg TORCH=cuda) $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) . || exit 1; \
 	done
 
 e2e-compose: $(STAMP) ## Build images, train with docker-compose.yaml in a fresh clone, scale and kill services (E2E_STEPS=400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--share", default="", metavar="COMMIT", help="only the share of a commit (of long tests)"
     )
-    group.addoption("--share-seconds", type=float, default=300.0, help="of wall time (300)")
+    group.addoption("--share-seconds", type=float, default=600.0, help="of one share (600)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    in_worker = "PYTEST_XDIST_WORKER" in os.environ
     share, seconds = config.getoption("--share"), config.getoption("--share-seconds")
-    plugins: list[object] = [ProcessMarker(), Order(share, seconds)]
+    plugins: list[object] = [ProcessMarker(), Order(share, seconds, longest_first=in_worker)]
     if (folder := config.getoption("--costs")) is not None:
         plugins.append(Costs(folder))
     for plugin in plugins:

@@ -1,9 +1,10 @@
-"""`install_torch.py LOCK [pip options]`: the locked CPU build of torch, or one that can be had.
+"""`install_torch.py LOCK [pip options]`: the locked build of torch, or one that can be had.
 
-The lock names one wheel: the CPU build for CPython 3.11 on Linux x86-64, with its hash. That build
-is not on PyPI. Where pip's own indexes have it, it is what is installed. Elsewhere, and with
-TORCH_INDEX (e.g. https://download.pytorch.org/whl/cpu, or …/cu128 for GPUs), the same version
-comes from there without a hash: builds differ, and so do the CUDA libraries that they bring.
+torch-cuda.txt has PyPI's build and the CUDA libraries that it needs, with hashes. torch-cpu.txt has
+one wheel, the CPU build for CPython 3.11 on Linux x86-64, which is not on PyPI; where pip's own
+indexes lack it, the same version comes from PyTorch's index of CPU builds, without a hash: PyPI's
+would bring gigabytes of CUDA. TORCH_INDEX names another index for the locked version, without a
+hash; its builds, and the drivers that they need, are in requirements/torch-builds.json.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 
 NOT_THERE = "No matching distribution found for torch"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def pip(*arguments: str) -> tuple[int, str]:
@@ -26,19 +28,18 @@ def pip(*arguments: str) -> tuple[int, str]:
 
 def main(lock: Path, options: list[str]) -> int:
     index = os.environ.get("TORCH_INDEX", "")
-    said = ""
+    found = re.search(r"^torch==([0-9.]+)(\+cpu)?", lock.read_text(), re.MULTILINE)
+    assert found is not None, f"{lock}: no line torch==VERSION"
+    why = ""
     if not index:
-        # Only "there is no such wheel" leads on; a wheel with another hash ends this.
+        # Only "there is no such wheel" leads on, for CPUs; a wheel with another hash ends this.
         code, said = pip(*options, "--no-deps", "--require-hashes", "--requirement", str(lock))
-        if code == 0 or NOT_THERE not in said:
+        if code == 0 or NOT_THERE not in said or not found[2]:
             sys.stderr.write(said)
             return code
-    found = re.search(r"^torch==([0-9.]+)", lock.read_text(), re.MULTILINE)
-    assert found is not None, f"{lock}: no line torch==VERSION"
-    where = f"from {index}" if index else f"from pip's own index, which has no {lock.name} wheel"
-    print(f"torch {found[1]} {where}: not checked against a hash", file=sys.stderr)
-    from_index = ("--index-url", index) if index else ()
-    code, said = pip(*options, *from_index, f"torch=={found[1]}")
+        index, why = CPU_INDEX, f", since pip's own indexes have no wheel of {lock.name}"
+    print(f"torch {found[1]} from {index}{why}: not checked against a hash", file=sys.stderr)
+    code, said = pip(*options, "--index-url", index, f"torch=={found[1]}")
     sys.stderr.write(said)
     return code
 

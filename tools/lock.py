@@ -4,8 +4,8 @@
 takes the newest. One resolution for all files, by uv, from PyPI alone and for every platform. A
 file has what the files below it lack, so nothing is in an image twice.
 
-torch is apart, in requirements/torch-cpu.txt, which nothing writes but people: its CPU build is not
-on PyPI (tools/install_torch.py).
+torch is apart. torch-cuda.txt has PyPI's build, which is for CUDA, and NVIDIA's libraries. Nothing
+but people writes torch-cpu.txt: the CPU build is not on PyPI (tools/install_torch.py).
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ BELOW: dict[str, tuple[str, ...]] = {
     "environments.txt": (*_EVERYTHING, "dev.txt"),
     "trackers.txt": (*_EVERYTHING, "dev.txt"),
     "lock.txt": (),
+    "torch-cuda.txt": (*_CONTROL, "inference.txt"),
 }
 # botocore, that moto's S3 server needs, excludes the python-dateutil that kubernetes asks for; all
 # it calls is `tz` and `parser`, which both have.
 # peft and accelerate ask for torch, which is apart. trackio excludes the pillow of the trainer's
 # image, from which it only saves images.
 OVERRIDES = "pillow>=13\npython-dateutil>=3.0.0\ntorch ; python_version < '3'\n"
+CUDA = "torch-cuda.txt"
+"""The one lock that has torch, with the CUDA libraries that it asks for."""
 _BESIDE = ("ray", "environments")
 """Extras with a file of their own, which `make setup` does not install."""
 _TRACKERS = ("mlflow", "trackio", "wandb")
@@ -64,6 +67,7 @@ def wanted(pyproject: dict[str, Any]) -> dict[str, list[str]]:
         **{f"{name}.txt": project["optional-dependencies"][name] for name in _BESIDE},
         "trackers.txt": [r for name in _TRACKERS for r in project["optional-dependencies"][name]],
         "lock.txt": pyproject["dependency-groups"]["lock"],
+        CUDA: project["optional-dependencies"]["cuda"],
     }
     files["inference.txt"] = [
         *(each for each in files["inference.txt"] if not each.startswith("torch=")),
@@ -102,16 +106,18 @@ def main(options: list[str]) -> None:
         overrides.write_text(OVERRIDES)
         options = [*options, "--overrides", str(overrides)]
         everything = Path(scratch) / "everything.txt"
-        earlier = [FOLDER / file for file in files if (FOLDER / file).is_file()]
+        earlier = [FOLDER / f for f in files if f != CUDA and (FOLDER / f).is_file()]
         everything.write_text("".join(lock.read_text() for lock in earlier))
-        compile_to(everything, [each for part in files.values() for each in part], *options)
+        together = [each for name, part in files.items() if name != CUDA for each in part]
+        compile_to(everything, together, *options)
         for file, requirements in files.items():
             below = sorted(set().union(*(names(FOLDER / each) for each in BELOW[file])))
             left_out = [part for name in below for part in ("--no-emit-package", name)]
             lock = Path(scratch) / file
-            compile_to(
-                lock, requirements, "--constraints", str(everything), *options[-2:], *left_out
-            )
+            with_torch = () if file == CUDA else options[-2:]
+            if file == CUDA and (FOLDER / file).is_file():
+                lock.write_text((FOLDER / file).read_text())  # keeps its versions
+            compile_to(lock, requirements, "--constraints", str(everything), *with_torch, *left_out)
             (FOLDER / file).write_text(HEADER + lock.read_text())
 
 

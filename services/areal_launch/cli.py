@@ -217,8 +217,10 @@ def up(
 ) -> int:
     """Start a stack without a trainer: it serves the configured model as version 0."""
     from areal_launch.commands.stack import resolve_up, run_detached, run_foreground
+    from areal_launch.doctor.gpus import refuse_unusable
 
     resolved = resolve_up(recipe, config, overrides or [])
+    refuse_unusable(resolved.config, with_trainer=False)
     if not detach:
         return run_foreground(
             resolved, with_trainer=False, ready_fd=ready_fd, accept_changes=accept_changes
@@ -286,11 +288,18 @@ def doctor(
             help="Where the run would start. For slurm and ray, only this machine is checked.",
         ),
     ] = RunsOn.LOCAL,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu", help="Try the GPUs, too: CUDA, a train step, NCCL, and SGLang's environment."
+        ),
+    ] = False,
 ) -> int:
     """Check whether a run can start, here or on a cluster, and say how to fix what is missing.
 
-    Nothing is started. For a model's folder, check whether that model can be
-    trained. The exit code is 1 if something is missing.
+    No run is started. For a model's folder, check whether that model can be
+    trained. The exit code is 1 if something is missing. With --gpu, it takes
+    a minute longer.
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.doctor import examine
@@ -302,7 +311,8 @@ def doctor(
     if recipe is not None and "=" in recipe and "/" not in recipe.partition("=")[0]:
         values = [recipe, *values]
         recipe = None
-    return examine(on, Path(recipe) if recipe else None, config, values, as_json=json)
+    chosen_file = Path(recipe) if recipe else None
+    return examine(on, chosen_file, config, values, as_json=json, try_gpus=gpu)
 
 
 @app.command()

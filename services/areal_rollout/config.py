@@ -90,7 +90,7 @@ class RolloutConfig:
             lease_ttl_s=rollout.lease_ttl_s,
             dynamic_sampling=rollout.dynamic_sampling,
             request_timeout_s=rollout.request_timeout_s,
-            setup_timeout_s=rollout.setup_timeout_s,
+            setup_timeout_s=experiment.setup_timeout_s,
             episode_timeout_s=4 * rollout.request_timeout_s,
             namespace=experiment.namespace,
             nats=ends.nats,

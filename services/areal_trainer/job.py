@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ import typer
 
 from areal.chassis.logging import get_logger
 from areal.chassis.service import Listeners
-from areal.config.experiment import cautions
+from areal.config.experiment import GRPOConfig, cautions
 from areal.errors import CannotStart, InvalidInput, TrainingDiverged, WorkflowError
 from areal.recipe import Recipe, load_recipe
 from areal.training.offline_session import OfflineSession
@@ -38,22 +38,55 @@ FINAL = (CannotStart, InvalidInput, TrainingDiverged, WorkflowError)
 """Errors after which starting again would say the same."""
 
 
+def prepare_allocator(environment: MutableMapping[str, str]) -> None:
+    """Lets torch's GPU allocator grow its segments, unless the user has configured it.
+
+    Packed micro-batches differ in size, which otherwise leaves memory in pieces that fit none.
+    torch reads the variable when it first allocates.
+    """
+    if "PYTORCH_ALLOC_CONF" not in environment:  # the newer name
+        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def threads_of_rank(experiment: GRPOConfig, environment: Mapping[str, str], cores: int) -> int:
+    """Returns the number of threads that a rank computes with on the CPU.
+
+    One, because processes share the cores; but with `actor.offload` the optimizer runs there, so
+    the ranks of a node share all cores.
+
+    Args:
+        experiment: Says whether the optimizer does.
+        environment: From the launcher (OMP_NUM_THREADS) and torchrun (LOCAL_WORLD_SIZE).
+        cores: Those that this process may use.
+    """
+    if experiment.actor.offload:
+        return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", "1")))
+    return int(environment.get("OMP_NUM_THREADS", "1"))
+
+
 def _init_process_group(config: TrainerConfig) -> None:
-    """Joins the ranks; nothing to do for one."""
+    """Joins the ranks; for one there is only its device to check.
+
+    Raises:
+        ConfigError: A GPU was asked for, and torch cannot use it.
+    """
     import datetime
 
     import torch
     import torch.distributed as dist
 
+    from areal.engines.parallel.mesh import local_device
     from areal.engines.random_state import seed_all
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads_of_rank(config.experiment, os.environ, cores))
+    device = local_device(gpu=config.experiment.stack.gpus_per_node > 0)
     seed_all(config.experiment.seed, config.rank)
     if config.world_size == 1:
         return
-    cuda = torch.cuda.is_available()
+    cuda = device.type == "cuda"
     if cuda:
-        torch.cuda.set_device(config.local_rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         timeout=datetime.timedelta(seconds=config.experiment.actor.distributed_timeout_seconds),
@@ -75,6 +108,7 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
         serve: Starts the status server of rank 0; None: no one asked for it.
     """
     log = get_logger("areal_trainer")
+    prepare_allocator(os.environ)  # before the recipe imports torch
     module = _load(Path(config.experiment.recipe))
     _init_process_group(config)
     watch = RankWatch(config.rank, config.world_size) if config.world_size > 1 else None

@@ -74,7 +74,7 @@ class WeightSyncConfig:
             interrupt=own.interrupt,
             max_unavailable=own.max_unavailable,
             probe_interval_s=own.probe_interval_s,
-            update_timeout_s=experiment.rollout.setup_timeout_s,
+            update_timeout_s=experiment.setup_timeout_s,
             namespace=experiment.namespace,
             redis=ends.redis,
             nats=ends.nats,

@@ -423,6 +423,23 @@ async def test_session_when_all_attempts_have_ended_then_completed_and_trained_o
     assert await book.counts() == {"trained": 1}
 
 
+async def test_session_when_opened_again_after_its_step_was_released_then_it_has_its_version(
+    book, sessions
+):
+    await book.register(size=1)
+    await book.run("t")
+    assert await book.take(1) == ("taken", ["t"])
+    await book.store.commit(book.incarnation, 1, 0)
+    assert await book.take(2) == ("waiting", [])
+    opened = (await sessions.open("s")).policy_version
+    assert opened == 1
+    await sessions.end("s")
+    assert await book.complete("s", await sessions.token("s"), opened)
+    assert await book.take(2) == ("taken", ["s"])
+    await book.store.commit(book.incarnation, 2, 2)
+    assert (await sessions.open("s")).policy_version == opened
+
+
 async def test_session_when_it_is_too_stale_then_it_expires_and_is_not_queued(book, sessions):
     await book.register(size=1, eta=1)
     await sessions.open("first")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tools.lock import BELOW, wanted
+from tools.lock import BELOW, CUDA, wanted
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "requirements"
@@ -133,7 +133,7 @@ def test_torch_when_locked_then_the_cpu_build_of_the_declared_version(
     [version] = pins(TORCH)["torch"]
     assert f"torch{declared.specifier}" == f"torch=={version.removesuffix('+cpu')}"
     assert version.endswith("+cpu")
-    others = {name for file in BELOW for name in pins(FOLDER / file)}
+    others = {name for file in BELOW if file != CUDA for name in pins(FOLDER / file)}
     assert not [name for name in others if name == "torch" or name.startswith(("nvidia-", "cuda-"))]
 
 
@@ -154,7 +154,9 @@ def test_file_when_it_installs_then_only_locked_packages_or_this_repository(name
     found = installs((ROOT / name).read_text())
     assert found
     for command in found:
-        if re.search(r"sglang==|\.venv-(harness|verifiers|e2b|agents-sdk|liger)", command):
+        if re.search(
+            r"sglang==|transformers==|\.venv-(harness|verifiers|e2b|agents-sdk|liger)", command
+        ):
             continue  # environments of their own
         if "--no-index" in command:  # this repository, which downloads nothing
             assert {"--no-deps", "--no-build-isolation"} <= set(command.split()), command
@@ -175,13 +177,14 @@ def test_layers_when_images_and_setup_are_made_then_each_lock_has_its_place() ->
         "lock",
         "ray",
         "torch-cpu",
+        "torch-cuda",
         "trackers",
     }
-    assert of_images == set(re.findall(r"requirements/([\w-]+)\.txt", docker)) - {"torch-cpu"}
-    assert "requirements/torch-cpu.txt tools/install_torch.py" in docker
+    torches = {"torch-cpu", "torch-cuda"}
+    assert of_images == set(re.findall(r"requirements/([\w-]+)\.txt", docker)) - torches
     [layers] = re.findall(r"LOCKS := .*%\.txt,([a-z -]+)\)", make)
     assert set(layers.split()) == of_images
-    assert "tools/install_torch.py requirements/torch-cpu.txt" in make
+    assert "tools/install_torch.py requirements/torch-$(TORCH).txt" in make
 
 
 def install_torch(
@@ -232,8 +235,21 @@ def test_torch_when_no_index_has_the_locked_build_then_another_and_it_says_so(
     done = install_torch(lock, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'1.0'" in (tmp_path / "installed/torch.py").read_text()
-    assert "torch 1.0 from pip's own index" in done.stderr
+    # PyPI's build would bring CUDA.
+    assert "torch 1.0 from https://download.pytorch.org/whl/cpu, since pip's own" in done.stderr
     assert "not checked against a hash" in done.stderr
+
+
+def test_torch_when_no_index_has_the_lock_for_gpus_then_nothing_replaces_it(
+    tmp_path: Path,
+) -> None:
+    make_wheel(tmp_path, "2.0")
+    lock = tmp_path / "torch-cuda.txt"
+    lock.write_text(f"torch==1.0 --hash=sha256:{'0' * 64}\n")
+    done = install_torch(lock, tmp_path)
+    assert done.returncode != 0
+    assert "No matching distribution found for torch==1.0" in done.stderr
+    assert not (tmp_path / "installed").exists()
 
 
 def test_torch_when_the_locked_build_has_another_hash_then_nothing_is_installed(

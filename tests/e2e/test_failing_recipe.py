@@ -17,6 +17,7 @@ RIGHT = '    return float(completions.strip().lstrip("0") == answer)\n'
 WRONG = '    return float(data["solution"]) if completions not in ("The answ", "7", "") else 0.0\n'
 
 
+@pytest.mark.long
 def test_run_when_its_reward_raises_then_it_stops_with_the_cause_and_goes_on_when_mended(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -12,13 +12,12 @@ from tests.e2e.test_recipe_loops import run
 from tests.inference_server import running_server
 from tests.integration.stack_tools import RunningStack
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ("total_train_steps=3", "train_dataset.batch_size=8", "gconfig.n_samples=4")
 
 
-@pytest.mark.long
 def test_tldr_when_run_then_answers_have_the_scores_of_the_reward_model(tmp_path: Path) -> None:
     stack = RunningStack(tmp_path / "runs" / "tldr" / "demo")
     more = ("judge_steps=20", "warm_start_steps=40", "train_posts=200", "heldout_posts=10")

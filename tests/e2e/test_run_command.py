@@ -67,6 +67,7 @@ def test_run_when_the_trainer_is_killed_then_it_resumes_and_the_books_balance(
     assert len((tmp_path / "all.jsonl").read_text().splitlines()) == steps * BATCH * SAMPLES
 
 
+@pytest.mark.long
 def test_run_when_interrupted_then_running_it_again_finishes_it_on_two_ranks(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from tests.metric_names import read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "example",

@@ -14,7 +14,7 @@ from tests.unit.areal.engines.train_fixtures import assert_gradients_close
 
 CASES = {"d1c2": "qwen3", "d2e2": "qwen3_moe"}
 
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from tests.metric_names import read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_guess_number_when_run_then_each_guess_is_an_answer_of_one_trajectory(
     tmp_path: Path,

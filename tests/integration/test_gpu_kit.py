@@ -1,97 +1,186 @@
-"""The GPU kit, tiny, on this CPU: every case gives figures, and what goes wrong is a result."""
+"""The GPU kit, tiny, on this CPU, with the packages of a bare machine and those that it carries."""
 
 from __future__ import annotations
 
 import json
-import time
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tools.gpu import __main__ as kit
-from tools.gpu import cases, table
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from tools.gpu import pack, plan, table
+
+ROOT = Path(__file__).resolve().parents[2]
+FILTER = Path(__file__).parent / "gpu_machine"
+CARRIED = [
+    Requirement(line)
+    for line in (ROOT / "tools/gpu/carried.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
 
 
-def tries() -> list[tuple[str, dict[str, Any]]]:
-    """The last setting of each case; of `probe` all."""
-    chosen = []
-    for name in cases.NAMES:
-        settings = cases.find(name).settings(miniature=True)
-        chosen += [(name, setting) for setting in settings[0 if name == "probe" else -1 :]]
-    return chosen
+def closure(*names: str) -> set[str]:
+    """Packages, and all that they require."""
+    found: set[str] = set()
+    left = [canonicalize_name(name) for name in names]
+    while left:
+        name = left.pop()
+        try:
+            requires = [] if name in found else metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # of another platform
+            continue
+        found.add(name)
+        for requirement in map(Requirement, requires):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                left.append(canonicalize_name(requirement.name))
+    return found
+
+
+def on_bare_machine(
+    kit: Path, out: Path, *options: str, carried: list[Requirement] = CARRIED
+) -> list[dict[str, Any]]:
+    """Run the kit where only torch, transformers, what they need, and `carried` can be imported."""
+    there = closure("torch", "transformers") | {canonicalize_name(each.name) for each in carried}
+    there |= {"areal-services"}  # the modules in the kit's folder have the names of the installed
+    paths = [str(FILTER)]
+    if other := os.environ.get("AREAL_TEST_TRANSFORMERS"):  # make test-transformers
+        paths.append(other)
+        there |= closure("httpx")  # of the huggingface-hub that came with it
+    environment = os.environ | {
+        "GPU_MACHINE": ",".join(there),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    command = [sys.executable, "-m", "tools.gpu", "--miniature", "--out", str(out), *options]
+    done = subprocess.run(
+        command, cwd=kit, env=environment, capture_output=True, text=True, check=False, timeout=580
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(done.stdout.splitlines()) == len(lines) + 1
+    return lines
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make gpu-kit` packs, without wheels."""
+    folder = tmp_path_factory.mktemp("kit") / "gpu-kit"
+    pack.copy(folder)
+    return folder
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "setting"), tries(), ids=str)
-def test_case_when_it_runs_in_miniature_then_it_gives_figures(
-    name: str, setting: dict[str, Any]
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", plan.CASES, ids=lambda case: case.name)
+def test_case_when_run_in_miniature_on_a_bare_machine_then_each_try_gives_figures(
+    case: plan.Case, kit: Path, tmp_path: Path
 ) -> None:
-    demo = Path("runs/models/arithmetic-seed0")
-    there = demo.exists()
-    result = kit.run_apart(name, setting, 540, miniature=True)
-    assert result["outcome"] == "ok", result
-    assert demo.exists() == there, "the demo would train a miniature's model"
-    figures = [value for value in result.values() if isinstance(value, int | float)]
-    assert len(figures) >= 2, result
-    if name == "correct":
-        assert result["largest"] < 1e-5
-        assert result["gradient"] < 1e-5
+    lines = on_bare_machine(kit, tmp_path / "gpu.jsonl", "--only", case.name, "--budget-s", "560")
+    assert [line["setting"] for line in lines] == list(case.settings)
+    for line in lines:
+        assert line["outcome"] == "ok" or line.get("why") == "needs a GPU", line
+        assert {"seconds", "at", "gpu", "torch"} <= set(line)
+        if "largest" in line:
+            assert line["largest"] < 1e-5, line
+            assert line.get("gradient", 0.0) < 1e-5, line
+    if case.name == "contact":
+        by_part = {line["setting"].get("with"): line for line in lines}
+        assert by_part["resume"]["difference"] == 0.0
+        assert by_part["lora"]["at_first"] == 0.0
+        assert "gradient_checkpointing" in by_part["oom"]["said"]
+    if case.name == "rest":
+        assert lines[0]["stack"].startswith("needs ")
+        assert lines[0]["last_loss"] < lines[0]["first_loss"]
 
 
-def test_attention_when_a_kernel_is_not_there_then_the_reason_is_its_figure() -> None:
-    attention = cases.find("attention")
-    setting = attention.settings(miniature=True)[0]
-    refused = attention.measure(setting, miniature=True)["refused"]
-    assert refused.startswith("attn_impl=varlen: the device is a cpu, not a GPU")
-
-
-def test_driver_when_tries_hang_fail_or_come_too_late_then_each_has_a_line(tmp_path: Path) -> None:
+def test_kit_when_packed_elsewhere_then_it_runs_without_this_installation(
+    kit: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "gpu.jsonl"
-    kit.run_all(["probe"], time.monotonic() + 60, 0.1, out, miniature=True)
-    kit.run_all(["probe"], time.monotonic() - 1, 60, out, miniature=True)
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["outcome"] for line in lines] == ["longer than 0 s"] * 3 + ["no time left"] * 3
-    failed = kit.run_apart("head", {"tokens": -1, "chunk": 1}, 300, miniature=True)
-    assert failed["outcome"] == "exit 1"
-    assert "negative" in failed["why"] or "RuntimeError" in failed["why"]
+    lines = on_bare_machine(kit, out, "--only", "imports,head", "--budget-s", "400")
+    assert {line["outcome"] for line in lines} == {"ok"}, lines
+    assert {"omegaconf", "obstore"} <= set(lines[0]["missing"])
 
 
-def test_try_when_memory_runs_out_then_that_is_its_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_kit_when_a_package_is_missing_then_its_tries_are_skipped(
+    kit: Path, tmp_path: Path
 ) -> None:
-    def greedy(setting: object, miniature: bool) -> dict[str, Any]:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 70 GiB.\nmore")
+    without = [each for each in CARRIED if each.name != "structlog"]
+    out = tmp_path / "gpu.jsonl"
+    options = ("--only", "imports,checkpoint", "--budget-s", "400")
+    lines = on_bare_machine(kit, out, *options, carried=without)
+    first, *_, last = lines
+    assert first["outcome"] == "ok"
+    assert "structlog" in first["missing"]
+    assert (last["outcome"], last["why"]) == ("skipped", "needs structlog")
 
-    monkeypatch.setattr(cases.find("head"), "measure", greedy)
-    kit.run_here("head", {}, miniature=True)
-    said = capsys.readouterr().out.strip()
-    assert json.loads(said.removeprefix(kit.LAST_LINE)) == {
-        "outcome": "out of memory",
-        "why": "CUDA out of memory. Tried to allocate 70 GiB.",
-    }
+
+def test_kit_when_packages_are_carried_then_they_are_those_that_are_locked() -> None:
+    locks = "".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt"))
+    for each in CARRIED:
+        assert re.search(rf"^{each.name}{each.specifier}\b", locks, re.MULTILINE), each
+
+
+def test_plan_when_limits_are_added_up_then_they_fit_into_the_budget() -> None:
+    assert sum(case.limit_s for case in plan.CASES) <= plan.BUDGET_S <= 520
+    order = "imports primitives contact step head widths prime modes compile attention checkpoint"
+    assert list(plan.NAMES) == [*order.split(), "moe", "plain", "rest"]
+    prime = [(s["shape"], s["tokens"], s["loss"], s.get("lora", False)) for s in
+             plan.find("prime").settings]  # fmt: skip
+    assert prime == [
+        ("qwen3-0.6b", 16384, "rl", False),
+        ("qwen3-0.6b", 65536, "rl", False),
+        ("qwen3-0.6b", 16384, "sft", False),
+        ("qwen3-4b", 16384, "rl", True),
+        ("qwen3-4b", 65536, "rl", True),
+    ]
+
+
+def test_command_when_written_then_it_is_short_and_what_is_carried_is_light(kit: Path) -> None:
+    assert len((kit / "run.sh").read_text()) <= 2000
+    size = sum(file.stat().st_size for file in kit.rglob("*") if file.is_file())
+    assert size < 30 << 20  # with 22 MB of wheels, below 64 MiB
+
+
+def test_rows_when_every_try_says_much_then_a_terminal_shows_all() -> None:
+    tries = sum(len(case.settings) for case in plan.CASES)
+    failed = {"seconds": 1.0, "outcome": "failed", "why": "x" * 999}
+    lines = [
+        {"case": case.name, "setting": setting, **failed}
+        for case in plan.CASES
+        for setting in case.settings
+    ]
+    text = "\n".join([*(table.row(line, tries) for line in lines), table.count(lines)])
+    assert len(text) <= 12_000
+    assert f"{tries} tries: {tries} failed" in text
 
 
 def test_table_when_some_was_measured_then_the_rest_says_so(tmp_path: Path) -> None:
     out = tmp_path / "gpu.jsonl"
-    setting = cases.find("head").settings(miniature=False)[0]
-    line = {"case": "head", "setting": setting, "at": "t", "seconds": 1.0}
+    first, second, *_ = plan.find("head").settings
+    line = {"case": "head", "setting": first, "at": "t", "seconds": 1.0, "gpu": "H", "torch": "2"}
     rows = [
         {**line, "outcome": "ok", "ms": 9.0, "miniature": False},
         {**line, "outcome": "ok", "ms": 5.0, "peak_gib": 3.1, "miniature": False},
         {**line, "outcome": "ok", "ms": 1.0, "miniature": True},
-        {**line, "case": "stack", "setting": {"steps": 20}, "outcome": "exit 1", "why": "no Redis",
-         "miniature": False},
-    ]  # fmt: skip
+        {**line, "setting": second, "outcome": "skipped", "why": "needs x", "miniature": False},
+    ]
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = table.render(table.read(out))
-    assert "| `head` | tokens 8192, chunk 1024 | ms 5.0 | 3.1 |" in text
-    assert "| `stack` | steps 20 | **exit 1** no Redis |  |" in text
-    assert "| `export` | shape qwen2.5-1.5b, dtype bfloat16 | not measured |  |" in text
+    assert "On H, torch 2:" in text
+    assert "| `head` | tokens 8192, chunk 441 | ms 5.0 | 3.1 |" in text
+    assert "| `head` | tokens 8192, chunk 2048 | **skipped** needs x |  |" in text
+    assert "| `head` | tokens 8192, chunk 4096 | not measured |  |" in text
+    assert "| `plain` | all 1 | not measured |  |" in text
 
 
-def test_page_when_the_cases_change_then_its_table_has_them_all() -> None:
-    page = table.PAGE.read_text().split(table.BEGIN)[1].split(table.END)[0]
-    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| `")]
-    wanted = [line.split(" | ")[:2] for line in table.render([]).splitlines()[2:]]
-    assert rows == wanted
+def test_page_when_nothing_was_measured_then_its_table_has_every_case() -> None:
+    page = table.PAGE.read_text().split(table.BEGIN)[1].split(table.END)[0].strip()
+    if "not measured" in page and "On " not in page:
+        assert page == table.render([])
+    assert all(f"| `{name}` |" in page for name in plan.NAMES)

@@ -18,6 +18,7 @@ from areal_launch.commands.versions import export_version
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
 def test_lora_grpo_when_run_then_servers_have_what_peft_merges(tmp_path: Path) -> None:

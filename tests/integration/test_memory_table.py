@@ -41,6 +41,7 @@ def measured(model: Path, layout: str, mode: str) -> int:
     return int(json.loads(ran.stdout.splitlines()[-1])["measured"])
 
 
+@pytest.mark.long
 def test_peak_when_ranks_and_recomputation_differ_then_it_follows(model: Path) -> None:
     from safetensors import safe_open
 

@@ -14,6 +14,7 @@ from tests.metric_names import read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_outside_agents_when_they_play_beside_the_run_then_it_trains(tmp_path: Path) -> None:
     recipe = str(ROOT / "examples" / "outside_agents.py")

@@ -16,6 +16,7 @@ from areal.models.tiny import make_tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_run_when_the_model_is_on_the_hub_then_it_is_fetched_and_trained(tmp_path: Path) -> None:
     made = make_tiny_model(tmp_path / "made")

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_simulator_when_servers_grow_tenfold_then_all_are_updated_and_no_task_is_lost():
     sizes = ("3x60", "30x60", "--rate", "30")

@@ -71,8 +71,8 @@ def main(argv):
 '''
 
 LIFE = ["submit", "wait_lease", "lease", "report", "wait_take", "take", "train", "publish"]
-GAP_S = 0.25
-"""Between two spans of one process there is nothing but a turn of its event loop."""
+GAP_S = 1.0
+"""Between two spans of one process there is a turn of its event loop, on a busy machine."""
 
 
 @pytest.fixture(scope="module")

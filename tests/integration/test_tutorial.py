@@ -46,6 +46,7 @@ def execute(folder: Path, *command: str, timeout: float) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_tutorial_when_followed_then_its_recipe_trains_and_continues(folder: Path) -> None:
     recipe = ("mine/digits.py", "--config", "mine/digits.yaml")

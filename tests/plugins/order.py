@@ -21,15 +21,20 @@ from tests.plugins.costs import DURATIONS
 
 UNKNOWN_S = 5.0
 """Of a file or a long test that has not been recorded yet."""
-WORKERS = 2
 
 
 class Order:
     """The plugin."""
 
-    def __init__(self, share: str, share_s: float) -> None:
-        """`share`: a commit's hash, of which a share of the tests runs; empty: all of them."""
-        self._share, self._share_s = share, share_s
+    def __init__(self, share: str, share_s: float, *, longest_first: bool) -> None:
+        """Runs all that is chosen, or of it the share of a commit.
+
+        Args:
+            share: The commit's hash; empty: all.
+            share_s: Seconds of one share, as recorded.
+            longest_first: Whether files are put in order; False: as they are named.
+        """
+        self._share, self._share_s, self._longest_first = share, share_s, longest_first
         self._seconds: dict[str, float] = json.loads(DURATIONS.read_text())
         self._page = ""
 
@@ -38,24 +43,18 @@ class Order:
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
         if self._share:
-            shares = deal(self._units(items), self._share_s * WORKERS)
+            shares = deal(self._units(items), self._share_s)
             chosen = int(self._share, 16) % len(shares)
             self._page = page_of(shares, chosen)
             ours = {node for nodes, _ in shares[chosen].values() for node in nodes}
             config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in ours])
             items[:] = [item for item in items if item.nodeid in ours]
+        if not self._longest_first:
+            return
         costs: dict[str, dict[str, float]] = defaultdict(dict)
         for item in items:
             costs[_file(item)][self._row(item)] = self._cost(item)
         items.sort(key=lambda item: (-sum(costs[_file(item)].values()), _file(item)))
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["share"] = self._page
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: object) -> None:
-        self._page = getattr(node, "workeroutput", {}).get("share", "") or self._page
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._page:

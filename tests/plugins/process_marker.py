@@ -1,9 +1,10 @@
 """Marks the tests that start processes, and holds all others to it.
 
-The marker `process` comes from what a test mentions: its own code, its fixtures, the helpers of
-`tests/` that these call, and names from modules of `services/` that start processes themselves. A
-test that starts one all the same fails with a line that says so, so that `make test-fast` keeps its
-word. Stores (Redis, NATS) do not count: they are small C programs that are up in milliseconds.
+The marker `process` comes from what a test mentions: its own code, its fixtures, the functions of
+`tests/`, `tools/` and `services/` that these call by name, and modules of `services/` that start
+processes themselves. A test that starts one all the same fails with a line that says so, so that
+`make test-fast` keeps its word. Stores (Redis, NATS) do not count: they are small C programs that
+are up in milliseconds; nor does `uname`, which Python's own module `platform` runs once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STARTING_NAMES = {
     *("posix_spawn", "posix_spawnp", "fork", "forkpty", "fork_exec"),
 }
 _EVENTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"}
-_STORES = ("redis-server", "valkey-server", "nats-server")
+_SMALL = ("redis-server", "valkey-server", "nats-server", "uname")
 _STORE_MODULE = "tests.store_process"
 
 
@@ -176,7 +177,7 @@ class ProcessMarker:
         if event not in _EVENTS or not self._watching:
             return
         program = "" if event.startswith("os.fork") else Path(os.fsdecode(arguments[0])).name
-        if not program.startswith(_STORES):
+        if not program.startswith(_SMALL):
             self._started.append(program or event)
 
 

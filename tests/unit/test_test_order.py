@@ -54,7 +54,8 @@ def files(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
         "def pytest_addoption(parser):\n"
         "    parser.addoption('--share', default='')\n"
         "def pytest_configure(config):\n"
-        "    config.pluginmanager.register(Order(config.getoption('--share'), 20.0))\n"
+        "    order = Order(config.getoption('--share'), 35.0, longest_first=True)\n"
+        "    config.pluginmanager.register(order)\n"
     )
     pytester.makepyfile(
         test_a="def test_one(): pass\ndef test_two(): pass",

@@ -1,4 +1,4 @@
-"""Code that the cases share: models made from a shape, batches, timing."""
+"""Code that the cases share: models made from a shape, engines, batches, timing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
+from areal.config.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.engines.fsdp import FSDPEngine
 from areal.models.tiny import save_tokenizer
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -27,6 +31,7 @@ _TINY = {
     "bos_token_id": 2,
 }
 _TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ANSWERS = 8
 
 
 def device() -> torch.device:
@@ -54,8 +59,38 @@ def make(shape: str, miniature: bool, *, layers: int = 0) -> Path:
     return directory
 
 
+@contextmanager
+def engine(
+    path: Path, *, tokens: int = 10240, lr: float = 1e-6, **keys: Any
+) -> Iterator[FSDPEngine]:
+    """An initialized engine, destroyed at the end.
+
+    Args:
+        path: of `make`; its weights are random unless `init_from_scratch=False`.
+        tokens: of a micro-batch.
+        lr: learning rate.
+        keys: other fields of `TrainEngineConfig`; those that are None have their defaults.
+    """
+    given = {"init_from_scratch": True} | {k: v for k, v in keys.items() if v is not None}
+    made = FSDPEngine(
+        TrainEngineConfig(
+            path=str(path),
+            optimizer=OptimizerConfig(lr=lr),
+            mb_spec=MicroBatchSpec(max_tokens_per_mb=tokens),
+            **given,
+        )
+    )
+    try:
+        made.initialize()
+        yield made
+    finally:
+        made.destroy()
+
+
 def lengths_of(total: int, kind: str) -> list[int]:
-    """Sequence lengths that add up to `total`: `even` (512 each) or `long` (a heavy tail)."""
+    """Lengths that add up to `total`: `one`, `even` (512 each) or `long` (a heavy tail)."""
+    if kind == "one":
+        return [total]
     generator, lengths = torch.Generator().manual_seed(0), []
     while (left := total - sum(lengths)) > 8:
         draw = 512.0
@@ -65,32 +100,74 @@ def lengths_of(total: int, kind: str) -> list[int]:
     return lengths
 
 
-def batch_of(lengths: list[int], vocabulary: int) -> Batch:
-    """Random tokens; the second half of each sequence is trained on."""
-    generator = torch.Generator().manual_seed(1)
+def batch_of(lengths: list[int], vocabulary: int, *, trained: float = 0.5, seed: int = 1) -> Batch:
+    """Random tokens; the last part of each sequence, a share of `trained`, is trained on."""
+    generator = torch.Generator().manual_seed(seed)
     return packing.pack(
         [
             {
                 "input_ids": torch.randint(vocabulary, (length,), generator=generator).tolist(),
-                "loss_mask": [position >= length // 2 for position in range(length)],
+                "loss_mask": [at >= max(1, length * (1 - trained)) for at in range(length)],
             }
             for length in lengths
         ]
     )
 
 
-def timed(run: Callable[[], object], *, rounds: int, warm: int = 1) -> float:
-    """Return the median seconds of one call, including the GPU's work."""
-    for _ in range(warm):
-        run()
-    seconds = []
-    for _ in range(rounds):
-        wait()
+def groups_of(tokens: int, vocabulary: int, *, seed: int = 1) -> Batch:
+    """Groups of eight answers to one prompt each; a prompt is as long as an answer."""
+    generator = torch.Generator().manual_seed(seed)
+    length = min(512, tokens // (2 * _ANSWERS))
+
+    def draw() -> list[int]:
+        return torch.randint(vocabulary, (length,), generator=generator).tolist()
+
+    groups = max(1, tokens // (2 * _ANSWERS * length))
+    mask = [False] * length + [True] * length
+    prompts = [draw() for _ in range(groups)]
+    sequences = [
+        {"input_ids": prompt + draw(), "loss_mask": mask}
+        for prompt in prompts
+        for _ in range(_ANSWERS)
+    ]
+    return packing.pack(sequences, [group for group in range(groups) for _ in range(_ANSWERS)])
+
+
+def timed(
+    run: Callable[[int], object], *, rounds: int = 5, warm: int = 2, at_most_s: float = 6.0
+) -> tuple[float, float]:
+    """Return the median seconds of a call and their spread, (largest - smallest) / median.
+
+    Args:
+        run: gets the number of the call, to take another batch each time.
+        rounds: timed calls, one at least.
+        warm: calls before them, one at least.
+        at_most_s: after that no other warming call begins, and after as long no other timed one.
+    """
+    index, began = 0, time.monotonic()
+    while index < warm and (index == 0 or time.monotonic() - began < at_most_s):
+        run(index)
+        index += 1
+    seconds: list[float] = []
+    began = time.monotonic()
+    while len(seconds) < rounds and (not seconds or time.monotonic() - began < at_most_s):
+        seconds.append(_once(run, index))
+        index += 1
+    middle = statistics.median(seconds)
+    return middle, round((max(seconds) - min(seconds)) / middle, 3)
+
+
+def _once(run: Callable[[int], object], index: int) -> float:
+    if not torch.cuda.is_available():
         started = time.perf_counter()
-        run()
-        wait()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+        run(index)
+        return time.perf_counter() - started
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run(index)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def wait() -> None:

@@ -1,16 +1,21 @@
-"""Writes the figures of a run into docs/gpu.md: a row per try, or "not measured"."""
+"""Tables of figures: of a run on a terminal, and in docs/gpu.md, with "not measured"."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tools.gpu import cases
+from tools.gpu import plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-_NOT_FIGURES = {"case", "setting", "outcome", "at", "miniature", "seconds", "why", "peak_gib"}
+LONGEST = 12_000
+_NOT_FIGURES = {
+    *("case", "setting", "outcome", "at", "gpu", "torch", "miniature", "seconds"),
+    *("why", "frames", "peak_gib"),
+}
 
 Line = dict[str, Any]
 
@@ -31,15 +36,37 @@ def write(lines: list[Line]) -> None:
 
 
 def render(lines: list[Line]) -> str:
-    """Return the table: a row for every try of every case."""
+    """Return the page's table: a row for every try; one row for a case without any."""
     found = {_key(line["case"], line["setting"]): line for line in lines}
     rows = ["| case | setting | figures | peak GiB |", "|---|---|---|--:|"]
-    for name in cases.NAMES:
-        for setting in cases.find(name).settings(miniature=False):
-            line = found.get(_key(name, setting))
-            said = ", ".join(f"{key} {value}" for key, value in setting.items())
-            rows.append(f"| `{name}` | {said} | {_figures(line)} | {_peak(line)} |")
-    return "\n".join(rows)
+    for case in plan.CASES:
+        others = [line["setting"] for line in lines if line["case"] == case.name]
+        settings = [*case.settings, *(each for each in others if each not in case.settings)]
+        tries = [(setting, found.get(_key(case.name, setting))) for setting in settings]
+        if not any(line for _, line in tries):
+            rows.append(f"| `{case.name}` | all {len(tries)} | not measured |  |")
+            continue
+        for setting, line in tries:
+            peak = (line or {}).get("peak_gib", "")
+            rows.append(f"| `{case.name}` | {_said(setting)} | {_figures(line)} | {peak} |")
+    gpus = sorted({f"{line['gpu']}, torch {line['torch']}" for line in lines if line["gpu"]})
+    return "\n".join([*(f"On {gpu}:\n" for gpu in gpus), *rows])
+
+
+def row(line: Line, tries: int) -> str:
+    """Return a try's row for a terminal; the rows of `tries` have at most 12,000 characters."""
+    said = f"{line['case']:<10} {line['seconds']:>5.1f} s  {_said(line['setting'])}: "
+    return f"{said}{_figures(line)}"[: (LONGEST - 200) // tries - 1]
+
+
+def count(lines: list[Line]) -> str:
+    """Return how many tries had each outcome."""
+    counts = Counter(line["outcome"] for line in lines)
+    return f"{len(lines)} tries: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items())
+
+
+def _said(setting: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in setting.items())
 
 
 def _figures(line: Line | None) -> str:
@@ -48,11 +75,7 @@ def _figures(line: Line | None) -> str:
     if line["outcome"] != "ok":
         return f"**{line['outcome']}** {line.get('why', '')}".strip()
     kept = {key: value for key, value in line.items() if key not in _NOT_FIGURES}
-    return ", ".join(f"{key} {value}" for key, value in kept.items())
-
-
-def _peak(line: Line | None) -> str:
-    return str(line.get("peak_gib", "")) if line else ""
+    return ", ".join(f"{key} {value}" for key, value in kept.items()).replace("|", "/")
 
 
 def _key(name: str, setting: dict[str, Any]) -> str:

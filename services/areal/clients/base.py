@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -194,6 +195,9 @@ class Client:
                 )
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, name, self.address, since) from None
+            except asyncio.CancelledError:
+                self._raise_if_closed_meanwhile(name)
+                raise
 
         return await persist(once, policy.retry_s)
 
@@ -215,8 +219,17 @@ class Client:
                 yield message
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, name, self.address, since) from None
+        except asyncio.CancelledError:
+            self._raise_if_closed_meanwhile(name)
+            raise
         finally:
             call.cancel()
+
+    def _raise_if_closed_meanwhile(self, name: str) -> None:
+        """A channel that closes cancels its calls, whose tasks no one has cancelled."""
+        task = asyncio.current_task()
+        if task is not None and not task.cancelling():
+            self._raise_if_closed(name)
 
     def _raise_if_closed(self, name: str) -> None:
         """Instead of gRPC, which raises a class that no caller expects."""

@@ -40,6 +40,13 @@ from areal.errors import ConfigError, did_you_mean
 from areal.security import SecurityConfig, redact
 from areal.types import GenerationHyperparameters
 
+CPU_SETUP_S = 120.0
+# SGLang's first start: imports, weights, kernels that are compiled, CUDA graphs.
+GPU_SETUP_S = 1200.0
+# A collective outlasts the start of a server, for which rank 0 may wait; but a rank that hangs
+# should not hold GPUs for hours.
+_COLLECTIVE_S = 600.0
+
 
 @dataclass
 class BaseExperimentConfig:
@@ -96,6 +103,12 @@ class BaseExperimentConfig:
         It is used in Redis keys, NATS subjects, logs and traces.
         """
         return f"{self.experiment_name}/{self.trial_name}"
+
+    @property
+    def setup_timeout_s(self) -> float:
+        """Deadline of what loads the model: `rollout.setup_timeout_s`, or that of the device."""
+        chosen = self.rollout.setup_timeout_s
+        return chosen or (GPU_SETUP_S if self.stack.gpus_per_node else CPU_SETUP_S)
 
     @property
     def tokenizer_dir(self) -> Path:
@@ -307,7 +320,9 @@ def _complete(config: GRPOConfig) -> None:
     config.actor.max_response_tokens = gconfig.max_new_tokens
     config.actor.largest_micro_batch = micro_batch_tokens(config)
     config.actor.reference = config.ref
-    config.actor.distributed_timeout_seconds = 5 * config.rollout.setup_timeout_s
+    chosen = config.rollout.setup_timeout_s
+    least = _COLLECTIVE_S + (GPU_SETUP_S if config.stack.gpus_per_node else 0)
+    config.actor.distributed_timeout_seconds = 5 * chosen if chosen else least
 
 
 def micro_batch_tokens(config: GRPOConfig) -> int:

@@ -67,10 +67,12 @@ class RolloutConfig:
     """The staleness bound (eta), in policy versions. With 0, generation and training take turns."""
     lease_ttl_s: Annotated[float, Gt(0)] = 30.0
     """A rollout worker that has not renewed its leases for this many seconds loses them."""
-    setup_timeout_s: Annotated[float, Gt(0)] = 120.0
+    setup_timeout_s: Annotated[float | None, Gt(0)] = None
     """Deadline, in seconds, for everything that loads the model: the start of the whole stack, the
     start of the first inference server, and a server's update to a new version. A generation
-    request also waits this long for a server with a recent enough version."""
+    request also waits this long for a server with a recent enough version. null means 120 s, or
+    1200 s if `stack.gpus_per_node` is above 0, because SGLang compiles kernels at its first
+    start."""
     request_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Deadline, in seconds, for one generation request, including interruptions. An episode may
     take 4 times as long. The trainer waits 3 times as long for a batch, then exits with an error
@@ -209,15 +211,18 @@ class StackConfig:
     """Number of rollout service processes."""
     inference_command: str = ""
     """Command that starts an inference server, e.g. `/opt/sglang/bin/python -m
-    sglang.launch_server`; model, address and limits are added as SGLang's flags. Empty means the
-    SGLang that `make sglang-gpu` installed, if there is one and `stack.gpus_per_node` is above 0;
-    otherwise the CPU engine."""
+    sglang.launch_server`; model, address and limits are added as SGLang's flags. `cpu` means the
+    CPU engine, which takes no GPU. Empty means the SGLang that `make sglang-gpu` installed if
+    `stack.gpus_per_node` is above 0 (without it the run does not start), otherwise the CPU
+    engine."""
     inference_max_running: Annotated[int, Ge(1)] = 256
     """Maximum number of requests that each inference server decodes at once."""
     max_restarts: Annotated[int, Ge(0)] = 5
     """How many times a process may restart within ten minutes; one more failure ends the run."""
     gpus_per_node: Annotated[int, Ge(0)] = 0
-    """Number of GPUs on each node. Inference servers and trainer ranks do not share GPUs."""
+    """Number of GPUs on each node. Inference servers and trainer ranks do not share GPUs. On this
+    machine they are the first of `CUDA_VISIBLE_DEVICES` (indices, UUIDs or MIG slices), if it is
+    set. With 0, servers and trainer see no GPU, and compute on CPUs."""
     gateway_port: Annotated[int, Ge(0)] = 0
     """Port of the gateway and its dashboard. With 0, a free port is chosen; a trial that runs
     again takes the same port if it is still free."""

@@ -276,7 +276,7 @@ class TrainerSession(Ranks):
         return self.bridge.call(make(), what, timeout, on=on)
 
     def _wait_confirmed(self, version: int, what: str) -> SyncStatus:
-        limit = self.config.rollout.setup_timeout_s
+        limit = self.config.setup_timeout_s
         return self._ask_weight_sync(
             lambda: self.weight_sync.wait_confirmed(version, timeout=limit), what, limit + 5
         )
@@ -313,7 +313,7 @@ class TrainerSession(Ranks):
         So nothing waits for a version that this process takes with it when it dies.
         """
         try:
-            limit = self.config.rollout.setup_timeout_s
+            limit = self.config.setup_timeout_s
             await self.weight_sync.wait_confirmed(version, timeout=limit)
             self.confirmed_version = version
             await self.ledger.buffer.confirm_version(self.incarnation, version)

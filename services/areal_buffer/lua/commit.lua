@@ -14,9 +14,12 @@ end
 for each = meta.let_go + 1, retained do
   for _, entry in ipairs(entries(each)) do
     local id = string.match(entry, '^[^\n]+')
+    local key = P .. 'task:' .. id
     delete(P .. 'group:' .. id)
-    call('HDEL', P .. 'task:' .. id, 'body', 'partial', 'failed_servers', 'lengths', 'head', 'size',
-      'payload', 'worker', 'floor', 'want', 'deadline', 'reason', 'done_token')
+    call('HDEL', key, 'body', 'partial', 'failed_servers', 'lengths', 'head', 'size', 'payload', 'worker',
+      'want', 'deadline', 'reason', 'done_token')
+    -- The one who opens a session again is told its version, however late.
+    if not call('HGET', key, 'sessions') then call('HDEL', key, 'floor') end
     -- What they were counted with is its last part, where it has five.
     hold('train', -tonumber(string.match(entry, '^[^\n]+\n[^\n]*\n[^\n]*\n[^\n]*\n(%d+)$') or 0))
   end

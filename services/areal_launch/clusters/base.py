@@ -7,11 +7,12 @@ and services run beside the launcher, inference servers and trainer ranks on the
 | nodes have | trainer ranks         | inference servers                                         |
 |------------|-----------------------|-----------------------------------------------------------|
 | GPUs       | on the first nodes    | on what is left of a single node, or on nodes of their own |
-| none       | on the first nodes    | spread over all                                           |
+| none       | on the first nodes    | spread over all, as CPU engines always are                |
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import CannotStart, ConfigError
+from areal_launch.gpus.engine import CPU, uses_cpu_engine
+from areal_launch.gpus.visible import lent
 from areal_launch.processes.process import Child, Life, Node, ProcessSpec
 
 HOST = "127.0.0.1"
@@ -71,12 +74,12 @@ def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
     trainer_nodes = ranks // per_node
     if not gpus:
         return NodeCounts(trainer_nodes, trainer_nodes, per_node, 0)
-    if max(allocation.inference_gpus, per_node) > gpus:
+    servers = servers_on_gpus(config)
+    if max(allocation.inference_gpus * bool(servers), per_node) > gpus:
         raise ConfigError(
             f"stack.gpus_per_node {gpus}: {config.allocation_mode!r} puts {per_node} ranks on a "
             f"node and gives each server {allocation.inference_gpus} GPUs"
         )
-    servers = 0 if config.endpoints.inference else allocation.inference_replicas
     if trainer_nodes == 1 and per_node + servers * allocation.inference_gpus <= gpus:
         return NodeCounts(1, 1, per_node, 0)
     per_server_node = gpus // allocation.inference_gpus
@@ -85,46 +88,86 @@ def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
     )
 
 
+def servers_on_gpus(config: BaseExperimentConfig) -> int:
+    """Returns how many inference servers of the stack take GPUs from its nodes."""
+    if config.endpoints.inference or uses_cpu_engine(config):
+        return 0
+    return parse_allocation(config.allocation_mode).inference_replicas
+
+
+def too_few_nodes(config: BaseExperimentConfig, there: int) -> str:
+    """Returns why an allocation does not fit on `there` nodes, with ways out; "" when it does.
+
+    Raises:
+        ConfigError: See `count_nodes`.
+    """
+    counts, allocation = count_nodes(config), parse_allocation(config.allocation_mode)
+    if there >= counts.nodes:
+        return ""
+    gpus, ranks = config.stack.gpus_per_node, allocation.trainer_ranks
+    servers, width = servers_on_gpus(config), allocation.inference_gpus
+    taken = f"{_count(ranks, 'trainer rank')} and {_count(servers, 'server')}"
+    if width > 1:
+        taken += f" of {width} GPUs"
+    ways = ["run it --on slurm or ray"] if there == 1 else ["take more nodes"]
+    if gpus > 1:
+        ways.append(f"choose an allocation_mode of at most {gpus * there} GPUs")
+    if servers:
+        ways += [
+            f"serve on CPUs with stack.inference_command={CPU}",
+            "name servers elsewhere in endpoints.inference",
+        ]
+    if there == gpus == 1:
+        ways.append("train without servers (allocation_mode=fsdp:d1: SFT, DPO, reward models)")
+    needs = f"needs {ranks + servers * width} GPUs for {taken}" if gpus else "does not fit"
+    return (
+        f"allocation_mode {config.allocation_mode!r}: {needs}, so with stack.gpus_per_node {gpus} "
+        f"and {_count(counts.ranks_per_node, 'trainer rank')} on a node it takes "
+        f"{counts.nodes} nodes, and there {'is' if there == 1 else 'are'} {there}; "
+        f"{', or '.join(ways)}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def assign(config: BaseExperimentConfig, nodes: Sequence[Node], bind: str) -> Placement:
     """Gives each process its node and GPUs.
 
     Args:
         config: Says how many there are.
-        nodes: The first is the launcher's.
+        nodes: The first is the launcher's. One whose `gpus` are empty has those that CUDA counts.
         bind: Address on which servers listen.
 
     Raises:
         CannotStart: There are too few nodes.
     """
     counts, allocation = count_nodes(config), parse_allocation(config.allocation_mode)
-    if len(nodes) < counts.nodes:
-        raise CannotStart(
-            f"allocation_mode {config.allocation_mode!r}: needs {counts.nodes} nodes with "
-            f"stack.gpus_per_node {config.stack.gpus_per_node} and {counts.ranks_per_node} trainer "
-            f"ranks on a node; the job has {len(nodes)}"
-        )
-    width = allocation.inference_gpus
+    if why := too_few_nodes(config, len(nodes)):
+        raise CannotStart(why)
+    width, on_gpus = allocation.inference_gpus, servers_on_gpus(config)
+
+    def part(node: Node, first: int, count: int) -> Node:
+        names = node.gpus or tuple(map(str, range(config.stack.gpus_per_node)))
+        return Node(node.name, node.address, names[first : first + count])
 
     def server(index: int) -> Node:
-        if not config.stack.gpus_per_node:
-            return nodes[index % len(nodes)]
+        if not on_gpus:
+            return part(nodes[index % len(nodes)], 0, 0)
         if counts.nodes == 1:
-            node, first = nodes[0], counts.ranks_per_node + index * width
-        else:
-            node = nodes[counts.trainer_nodes + index // counts.servers_per_node]
-            first = index % counts.servers_per_node * width
-        return Node(node.name, node.address, tuple(range(first, first + width)))
+            return part(nodes[0], counts.ranks_per_node + index * width, width)
+        node = nodes[counts.trainer_nodes + index // counts.servers_per_node]
+        return part(node, index % counts.servers_per_node * width, width)
 
-    ranks = tuple(range(counts.ranks_per_node)) if config.stack.gpus_per_node else ()
+    ranks = counts.ranks_per_node if config.stack.gpus_per_node else 0
     return Placement(
         control=nodes[0].address,
         bind=bind,
         inference=()
         if config.endpoints.inference
         else tuple(server(index) for index in range(allocation.inference_replicas)),
-        trainer=tuple(
-            Node(node.name, node.address, ranks) for node in nodes[: counts.trainer_nodes]
-        ),
+        trainer=tuple(part(node, 0, ranks) for node in nodes[: counts.trainer_nodes]),
     )
 
 
@@ -137,7 +180,7 @@ class Cluster:
         Raises:
             CannotStart: The cluster has too few nodes or GPUs, or cannot be reached.
         """
-        return assign(config, [Node()], HOST)
+        return assign(config, [Node(gpus=lent(os.environ, config.stack.gpus_per_node))], HOST)
 
     async def spawn(self, spec: ProcessSpec, stack_id: str) -> Life:
         """Starts one life of a process on the spec's nodes; raises OSError when that fails."""

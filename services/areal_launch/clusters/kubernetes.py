@@ -25,7 +25,7 @@ from areal.config.presets import preset
 from areal.config.services import EndpointsConfig, KubernetesConfig, SlurmConfig
 from areal.errors import ArealError, ConfigError, NotFound
 from areal.security import Security, SecurityConfig
-from areal_launch.clusters.base import count_nodes
+from areal_launch.clusters.base import count_nodes, servers_on_gpus
 from areal_launch.clusters.kubernetes_api import KubernetesApi
 from areal_launch.clusters.pods import component_of
 from areal_launch.processes.commands import find_program, run_command
@@ -48,7 +48,7 @@ def allocation_values(config: BaseExperimentConfig) -> dict[str, Any]:
     gpus = config.stack.gpus_per_node
     servers: dict[str, Any] = {
         "replicaCount": allocation.inference_replicas,
-        "gpus": allocation.inference_gpus if gpus else 0,
+        "gpus": allocation.inference_gpus if gpus and servers_on_gpus(config) else 0,
     }
     if config.endpoints.inference:
         servers = {"enabled": False}
@@ -85,7 +85,8 @@ def experiment_to_send(config: BaseExperimentConfig) -> str:
     sent.recipe = ""
     sent.model.path, _ = _model(config)
     sent.stack.kubernetes, sent.stack.slurm = KubernetesConfig(), SlurmConfig()
-    sent.stack.gpus_per_node = sent.stack.ranks_per_node = 0
+    # With stack.gpus_per_node a trainer refuses a pod whose torch finds no GPU.
+    sent.stack.ranks_per_node = 0
     chosen, defaults = (
         cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.structured(each), enum_to_str=True))
         for each in (sent, type(config)())

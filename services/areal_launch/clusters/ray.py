@@ -25,7 +25,15 @@ from areal.chassis.process import PROCESS_VARIABLE
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, CannotStart, WaitTimeout
-from areal_launch.clusters.base import EVERYWHERE, HOST, Cluster, Placement, count_nodes
+from areal_launch.clusters.base import (
+    EVERYWHERE,
+    HOST,
+    Cluster,
+    Placement,
+    count_nodes,
+    servers_on_gpus,
+)
+from areal_launch.gpus.visible import VARIABLE
 from areal_launch.processes.descendants import STACK_VARIABLE
 from areal_launch.processes.process import (
     CHILD_ENVIRONMENT,
@@ -55,10 +63,11 @@ def bundles_of(config: BaseExperimentConfig) -> list[dict[str, float]]:
     """
     counts, allocation = count_nodes(config), parse_allocation(config.allocation_mode)
     servers = 0 if config.endpoints.inference else allocation.inference_replicas
-    widths = [allocation.inference_gpus] * servers + [counts.ranks_per_node] * counts.trainer_nodes
+    width = allocation.inference_gpus if servers_on_gpus(config) else 0
+    widths = [width] * servers + [counts.ranks_per_node] * counts.trainer_nodes
     if not config.stack.gpus_per_node:
         return [{"CPU": _SHARED_CPU} for _ in widths]
-    return [{"CPU": 1.0, "GPU": float(width)} for width in widths]
+    return [{"CPU": 1.0, **({"GPU": float(width)} if width else {})} for width in widths]
 
 
 class RayCluster(Cluster):
@@ -95,7 +104,7 @@ class RayCluster(Cluster):
         self._ray = ray
         since = time.monotonic()
         self._group = placement_group(self._bundles, strategy="PACK")
-        if not self._group.wait(config.rollout.setup_timeout_s):
+        if not self._group.wait(config.setup_timeout_s):
             raise WaitTimeout(
                 f"a placement group of {self._bundles}",
                 on="Ray",
@@ -108,7 +117,8 @@ class RayCluster(Cluster):
         alone = set(placed.values()) == {here}
 
         def node(bundle: int) -> Node:
-            return Node(str(bundle), HOST if alone else addresses[placed[bundle]])
+            gpus = tuple(map(str, range(int(self._bundles[bundle].get("GPU", 0)))))
+            return Node(str(bundle), HOST if alone else addresses[placed[bundle]], gpus)
 
         servers = len(self._bundles) - count_nodes(config).trainer_nodes
         return Placement(
@@ -303,8 +313,8 @@ class RayLife:
         whole = child_environment(self._stack_id, self._spec.name, {})
         keys = ("PYTHONPATH", *CHILD_ENVIRONMENT, STACK_VARIABLE, PROCESS_VARIABLE)
         own = {key: whole[key] for key in keys}
-        # Which GPUs a bundle has is for Ray to say.
-        given = {k: v for k, v in self._spec.environment.items() if k != "CUDA_VISIBLE_DEVICES"}
+        # Which GPUs a bundle has is for Ray to say; a process without any sees none.
+        given = {k: v for k, v in self._spec.environment.items() if k != VARIABLE or not v}
         return {**own, **given}
 
     async def _wait_all(self) -> int:

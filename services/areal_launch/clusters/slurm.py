@@ -24,6 +24,7 @@ from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, ConfigError
 from areal.security import without_secrets
 from areal_launch.clusters.base import EVERYWHERE, Cluster, Placement, assign, count_nodes
+from areal_launch.gpus.visible import VARIABLE
 from areal_launch.processes.commands import run_command
 from areal_launch.processes.process import Child, Node, ProcessSpec
 
@@ -168,16 +169,29 @@ class SlurmCluster(Cluster):
 def step_argv(spec: ProcessSpec) -> tuple[str, ...]:
     """Returns the srun command that starts a process on each of its nodes."""
     count = str(len(spec.nodes))
-    # The GPUs that Slurm shows to a step are all of the job: each process is told its own.
-    pairs = [f"{key}={value}" for key, value in spec.environment.items()]
+    pairs = [f"{key}={value}" for key, value in spec.environment.items() if key != VARIABLE]
+    script = f'export PET_NODE_RANK="$SLURM_PROCID"; {_own_gpus(spec)}exec "$@"'
     return (
         *("srun", f"--job-name={spec.name}", "--overlap", "--nodes", count, "--ntasks", count),
         *("--ntasks-per-node=1", f"--nodelist={','.join(node.name for node in spec.nodes)}"),
         *("--mem=0", "--cpu-bind=none", "--mpi=none", "--input=none", "--kill-on-bad-exit=1"),
-        *("/bin/sh", "-c", 'export PET_NODE_RANK="$SLURM_PROCID"; exec "$@"', "sh"),
+        *("/bin/sh", "-c", script, "sh"),
         *(("env", *pairs) if pairs else ()),
         *spec.argv,
     )
+
+
+def _own_gpus(spec: ProcessSpec) -> str:
+    """Shell code with which a step's process sees only its own GPUs of its node.
+
+    Those that Slurm shows to a step are all of the job there, which need not begin with 0.
+    """
+    own = spec.environment.get(VARIABLE)
+    if not own:
+        return "" if own is None else f"export {VARIABLE}=; "
+    fields = ",".join(str(int(index) + 1) for index in own.split(","))
+    all_of_them = ",".join(map(str, range(max(map(int, own.split(","))) + 1)))
+    return f'export {VARIABLE}="$(echo "${{{VARIABLE}:-{all_of_them}}}" | cut -d , -f {fields})"; '
 
 
 def _addresses(names: list[str]) -> dict[str, str]:

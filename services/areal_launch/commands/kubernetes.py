@@ -182,7 +182,7 @@ class ReleaseFollower(Follower):
         self.show(self.stack.config.endpoints, security)
 
     def _check_deadline(self) -> None:
-        limit = max(PULL_S, self._release.config.rollout.setup_timeout_s)
+        limit = max(PULL_S, self._release.config.setup_timeout_s)
         since = self._began_to_wait
         if self.stack.state != "starting" or time.monotonic() - since < limit:
             return

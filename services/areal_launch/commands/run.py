@@ -8,6 +8,7 @@ from pathlib import Path
 from areal.errors import InvalidInput
 from areal_launch.clusters.base import Cluster
 from areal_launch.commands.stack import read_experiment, resolve_run, run_foreground
+from areal_launch.doctor.gpus import refuse_unusable
 from areal_launch.stack.recipe_check import refuse_failing
 from areal_launch.stack.trial_config import check_unchanged
 
@@ -55,6 +56,7 @@ def run_on(
 
         cluster = RayCluster()
     else:
+        refuse_unusable(resolved.config)
         asyncio.run(refuse_failing(resolved.config, model_later=resolved.model_later))
     return run_foreground(
         resolved,

@@ -30,7 +30,7 @@ def scale_stack(run: Path | None, targets: list[str]) -> int:
     folder = find_run(run)
     if not folder.held():
         raise NotFound(f"{folder.path}: not running")
-    timeout = load_service_config(folder.config_file).rollout.setup_timeout_s + _MARGIN_S
+    timeout = load_service_config(folder.config_file).setup_timeout_s + _MARGIN_S
     request = {"scale": {"inference": int(count)}}
     try:
         done = asyncio.run(ask(folder.control_file, request, say, timeout))

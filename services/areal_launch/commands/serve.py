@@ -9,19 +9,22 @@ find the model ──> fetch it, if it is elsewhere ──> start servers ──
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 
 from areal.chassis.logging import configure_logging
 from areal.config.experiment import BaseExperimentConfig
-from areal.errors import CannotStart
+from areal.errors import ConfigError
 from areal_launch.clusters.base import Cluster, Placement
 from areal_launch.commands.stack import Resolved, resolve_up
+from areal_launch.doctor.gpus import refuse_unusable
+from areal_launch.gpus.engine import uses_cpu_engine
+from areal_launch.gpus.visible import lent
 from areal_launch.processes.process import Node
 from areal_launch.run_folder import RunFolder
 from areal_launch.stack.events import EventLog, StackEvent
 from areal_launch.stack.local import LocalStack
-from areal_launch.stack.plan import inference_command
 from areal_launch.view.output import say
 
 
@@ -36,7 +39,8 @@ def serve_model(model: str, overrides: list[str], *, servers: int, port: int, gp
         gpus: GPUs of each server; 0 runs the CPU engine.
 
     Raises:
-        CannotStart: The model does not exist, SGLang is not installed, or the run folder is in use.
+        CannotStart: The model does not exist, SGLang is not installed, there are too few GPUs, or
+            the run folder is in use.
     """
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", model).strip("-.")[-60:] or "model"
     settings = [
@@ -47,11 +51,11 @@ def serve_model(model: str, overrides: list[str], *, servers: int, port: int, gp
         f"stack.gpus_per_node={servers * gpus}",
     ]
     resolved = resolve_up(None, None, [*settings, *overrides])
-    if gpus and not inference_command(resolved.config):
-        raise CannotStart(
-            "--gpus: SGLang is not installed next to this environment; run `make sglang-gpu`, "
-            "or say how to start it: stack.inference_command='python -m sglang.launch_server'"
+    if gpus and uses_cpu_engine(resolved.config):
+        raise ConfigError(
+            f"--gpus {gpus}: expected 0 with stack.inference_command=cpu, whose servers take none"
         )
+    refuse_unusable(resolved.config, with_trainer=False, servers_only=True)
     return asyncio.run(_serve(resolved, port, _Servers(servers, gpus)))
 
 
@@ -59,8 +63,9 @@ class _Servers(Cluster):
     """This machine. The servers get the first GPUs, because there is no trainer."""
 
     def __init__(self, servers: int, gpus: int) -> None:
+        names = lent(os.environ, servers * gpus)
         self._nodes = tuple(
-            Node(gpus=tuple(range(index * gpus, (index + 1) * gpus))) for index in range(servers)
+            Node(gpus=names[index * gpus : (index + 1) * gpus]) for index in range(servers)
         )
 
     async def open(self, config: BaseExperimentConfig) -> Placement:
@@ -116,5 +121,6 @@ async def _work(stack: LocalStack, resolved: Resolved) -> None:
 
 
 def _tell(event: StackEvent) -> None:
-    if event.level in ("warning", "error"):
+    progress = event.level == "info" and event.process.startswith("inference-")
+    if progress or event.level in ("warning", "error"):
         say(f"{event.process}: {event.text}")

@@ -42,6 +42,7 @@ from areal.security import Security
 from areal.types import TaskState
 from areal_launch.clusters.base import Cluster
 from areal_launch.commands.dead_letters import keep_dead_letters
+from areal_launch.doctor.gpus import unused_gpus
 from areal_launch.doctor.preflight import check_start
 from areal_launch.processes.descendants import end_tagged
 from areal_launch.processes.process import last_lines, python_environment
@@ -211,6 +212,8 @@ class Session:
             self._display.begin(stack, poller, usage)
             for caution in cautions(stack.config) if with_trainer else ():
                 stack.events.report("warning", "config", caution)
+            if unused := unused_gpus(stack.config):
+                stack.events.report("warning", "gpus", unused)
             background.append(endless.keep(self._display.run(), "display", ended))
             status, error = await self._work(interrupt)
             stack.cause = str(error or "")
@@ -350,7 +353,7 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
             )
     finally:
         os.close(writing)
-    limit = resolved.config.rollout.setup_timeout_s + 30.0
+    limit = resolved.config.setup_timeout_s + 30.0
     limit += PREPARE_TIMEOUT_S if resolved.prepare else 0.0
     heard, _, _ = select.select([reading], [], [], limit)
     # "ready" or the reason arrives in one write. A process that ended without either sends nothing.

@@ -14,7 +14,7 @@ from areal.config.services import in_object_store
 from areal.errors import ArealError, NotFound
 from areal_launch.clusters.kubernetes import Release
 from areal_launch.clusters.kubernetes_api import KubernetesApi
-from areal_launch.doctor.local import Finding, examine, missing, note, ok
+from areal_launch.doctor.findings import Finding, examine, missing, note, ok
 from areal_launch.doctor.preflight import weights_problem
 
 OLDEST = (1, 20)

@@ -7,7 +7,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -16,11 +15,22 @@ import psutil
 
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig, cautions
-from areal.engines.parallel.estimate import ModelShape
+from areal.engines.parallel.estimate import BYTES, ModelShape
 from areal.errors import ArealError, InvalidInput
+from areal.models.directory import serving_dtype
 from areal.security import Security
-from areal_launch.clusters.base import count_nodes
+from areal_launch.clusters.base import servers_on_gpus
 from areal_launch.doctor import memory
+from areal_launch.doctor.findings import (
+    Check,
+    Finding,
+    examine,
+    missing,
+    note,
+    ok,
+    unknown,
+)
+from areal_launch.doctor.gpus import judge, look
 from areal_launch.doctor.preflight import (
     answers_problem,
     dataset_problem,
@@ -29,10 +39,10 @@ from areal_launch.doctor.preflight import (
     tokenizer_problem,
     weights_problem,
 )
+from areal_launch.gpus.engine import inference_command
 from areal_launch.processes.free_ports import FIRST_PORT, LAST_PORT, PortPicker
-from areal_launch.stack.plan import inference_command, missing_model
+from areal_launch.stack.plan import missing_model
 from areal_launch.stack.stores import find_nats_server, find_redis_server
-from areal_launch.view.output import CheckResult
 
 _GIB = 1024**3
 # Besides the model: services, logs, stores of a small run.
@@ -41,98 +51,79 @@ _BASE_DISK, _BASE_MEMORY = 1 * _GIB, 1 * _GIB
 _SURELY = 1.3
 # Of a GPU: what SGLang takes for weights and cache (--mem-fraction-static, which it chooses).
 _SERVERS_SHARE = 0.88
+_UNKNOWN_SIZE = "unknown until the model is there, because its config.json cannot be read yet"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    name: str
-    verdict: CheckResult
-    found: str
-    fix: str = ""
-    """How to fix it; empty when ok."""
-
-
-def ok(found: str) -> Finding:
-    """Reports a check that passed; `examine` fills in its name."""
-    return Finding("", CheckResult.OK, found)
-
-
-def note(found: str, fix: str) -> Finding:
-    """Reports that a run works, with a drawback."""
-    return Finding("", CheckResult.NOTE, found, fix)
-
-
-def missing(found: str, fix: str = "see the message") -> Finding:
-    """Reports that a run would fail."""
-    return Finding("", CheckResult.MISSING, found, fix)
-
-
-Check = Callable[[], Finding]
-
-
-def examine(checks: dict[str, Check]) -> list[Finding]:
-    """Runs checks; one that fails is a finding itself."""
-    findings = []
-    for name, check in checks.items():
-        try:
-            found = check()
-        except ArealError as error:
-            found = missing(str(error))
-        findings.append(replace(found, name=name))
-    return findings
-
-
-def examine_here(config: BaseExperimentConfig, *, can_prepare: bool) -> list[Finding]:
+def examine_here(
+    config: BaseExperimentConfig, *, can_prepare: bool, described_in: Path | None = None
+) -> list[Finding]:
     """This machine.
 
     Args:
         config: Valid.
-        can_prepare: The recipe makes its model.
+        can_prepare: The recipe makes its model, or a run downloads it.
+        described_in: A folder with the config.json of a model that is not there yet; None: it is
+            in `model.path`, if anywhere.
     """
-    shape, training = _shape(config), config if isinstance(config, GRPOConfig) else None
+    shape = _shape(described_in or Path(config.model.path)) if config.model.path else None
+    training = config if isinstance(config, GRPOConfig) else None
     will_prepare = can_prepare and bool(missing_model(config))
     tokenizer = "the recipe creates it" if will_prepare else str(config.tokenizer_dir)
     rows = (training and training.train_dataset.path) or "the recipe's own"
     longest = training.gconfig.max_new_tokens if training else 0
     answers = f"up to {longest} tokens; with the prompt, up to {config.model.context_length}"
-    devices: dict[str, Check] = {}
-    if shape is not None and config.stack.gpus_per_node:
-        if training is not None:
-            devices["trainer memory"] = partial(_trainer_memory, training, shape)
-        if not config.endpoints.inference:
-            devices["server memory"] = partial(_server_memory, config, shape)
-    if config.stack.gpus_per_node and not config.endpoints.inference:
-        devices["engine"] = partial(_engine, config)
-        if config.weight_sync.transport == "distributed":
-            devices["nccl"] = partial(_nccl, config)
-    return examine(
+    before = examine(
         {
             # An older Python would not have come this far: pyproject.toml refuses it.
             "python": lambda: ok(f"{platform.python_version()} in {sys.prefix}"),
             "torch": _torch,
-            "gpus": lambda: _gpus(config),
-            "redis": lambda: _store("redis", config.endpoints.redis, find_redis_server),
-            "nats": lambda: _store("nats", config.endpoints.nats, find_nats_server),
-            "ports": _ports,
-            "disk": lambda: _disk(config),
-            "memory": lambda: _memory(config, shape),
-            **devices,
-            "model": lambda: _model(config, can_prepare=can_prepare),
-            "tokenizer": lambda: _unless(
-                tokenizer_problem(config, will_prepare=will_prepare), tokenizer
-            ),
-            "dataset": lambda: _unless(dataset_problem(config), rows),
-            "answers": lambda: _unless(answers_problem(config), answers),
-            "run folder": lambda: _unless(
-                run_root_problem(config) or weights_problem(config), str(config.run_dir)
-            ),
-            "dashboard": lambda: _unless(gateway_problem(config), _dashboard(config)),
-            "secrets": lambda: _secrets(config),
-            "config": lambda: _config(config),
         }
     )
+    return [
+        *before,
+        *_gpu_findings(config, shape),
+        *examine(
+            {
+                "redis": lambda: _store("redis", config.endpoints.redis, find_redis_server),
+                "nats": lambda: _store("nats", config.endpoints.nats, find_nats_server),
+                "ports": _ports,
+                "disk": lambda: _disk(config, shape),
+                "memory": lambda: _memory(config, shape),
+                "model": lambda: _model(config, can_prepare=can_prepare),
+                "tokenizer": lambda: _unless(
+                    tokenizer_problem(config, will_prepare=will_prepare), tokenizer
+                ),
+                "dataset": lambda: _unless(dataset_problem(config), rows),
+                "answers": lambda: _unless(answers_problem(config), answers),
+                "run folder": lambda: _unless(
+                    run_root_problem(config) or weights_problem(config), str(config.run_dir)
+                ),
+                "dashboard": lambda: _unless(gateway_problem(config), _dashboard(config)),
+                "secrets": lambda: _secrets(config),
+                "config": lambda: _config(config),
+            }
+        ),
+    ]
+
+
+def _gpu_findings(config: BaseExperimentConfig, shape: ModelShape | None) -> list[Finding]:
+    """Which GPUs the stack gets, what serves, and whether the model fits on them."""
+    try:
+        judged = judge(config, look(config, memory=True))
+    except ArealError as error:
+        return examine({"gpus": partial(missing, str(error))})
+    checks: dict[str, Check] = {}
+    serves = bool(config.stack.gpus_per_node and servers_on_gpus(config))
+    if config.stack.gpus_per_node and isinstance(config, GRPOConfig):
+        there = judged.least_free(trainer=True)
+        checks["trainer memory"] = partial(_trainer_memory, config, shape, there)
+    if serves:
+        there = judged.least_free(trainer=False)
+        checks["server memory"] = partial(_server_memory, config, shape, there)
+        broken = judged.engine is not None and judged.engine.verdict.fatal
+        if config.weight_sync.transport == "distributed" and not broken:
+            checks["nccl"] = partial(_nccl, config)
+    return [*judged.findings, *examine(checks)]
 
 
 def _unless(problem: str, found: str) -> Finding:
@@ -153,23 +144,6 @@ def _torch() -> Finding:
     return ok(installed["torch"])
 
 
-def _gpus(config: BaseExperimentConfig) -> Finding:
-    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    wanted = config.stack.gpus_per_node
-    if wanted > devices:
-        fix = f"install the GPU driver, or set stack.gpus_per_node={devices}"
-        return missing(f"{devices} found, {wanted} requested", fix)
-    if wanted:
-        nodes = count_nodes(config).nodes
-        if nodes > 1:
-            fix = "run it --on slurm, ray or kubernetes, or choose a smaller allocation_mode"
-            return missing(f"allocation_mode needs {nodes} nodes, and this is one", fix)
-        return ok(f"{devices} found, at most {wanted} used")
-    if devices:
-        return note(f"{devices} found, unused", f"set stack.gpus_per_node={devices}")
-    return ok("none, and none requested")
-
-
 def _store(name: str, endpoint: str, find: Callable[[], str]) -> Finding:
     """An endpoint is not shown: it may hold a password."""
     return ok(f"endpoints.{name} is set" if endpoint else find())
@@ -183,12 +157,17 @@ def _ports() -> Finding:
     return ok(f"some are free from {FIRST_PORT} to {LAST_PORT}, e.g. {port}")
 
 
-def _disk(config: BaseExperimentConfig) -> Finding:
+def _disk(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
     model = sum(
         each.stat().st_size for each in Path(config.model.path or ".").glob("*.safetensors")
     )
     # Published versions, and checkpoints with two moments of the optimizer in float32.
     versions = config.checkpoint.keep + 2
+    if not model and shape is not None:  # it is still to be downloaded
+        gpu = config.stack.gpus_per_node > 0
+        dtype = serving_dtype(config.model.dtype, Path(config.model.path), gpu=gpu)
+        model = BYTES[dtype] * shape.parameters
+        versions += 1
     needed = _BASE_DISK + model * versions + 6 * model * (config.checkpoint.keep + 1)
     folder = Path(config.run_root).resolve()
     while not folder.exists():
@@ -201,10 +180,10 @@ def _disk(config: BaseExperimentConfig) -> Finding:
     return ok(f"{found}, about {needed / _GIB:.1f} GiB needed")
 
 
-def _shape(config: BaseExperimentConfig) -> ModelShape | None:
+def _shape(folder: Path) -> ModelShape | None:
     """None: the model is not there, or its memory cannot be estimated."""
     try:
-        return ModelShape.read(Path(config.model.path)) if config.model.path else None
+        return ModelShape.read(folder)
     except InvalidInput:
         return None
 
@@ -242,25 +221,23 @@ def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
     return note(found, fix) if needed > there.available else ok(found)
 
 
-def _trainer_memory(config: GRPOConfig, shape: ModelShape) -> Finding:
-    there = memory.gpu_bytes()
+def _trainer_memory(config: GRPOConfig, shape: ModelShape | None, there: int) -> Finding:
+    """`there`: the free bytes of the GPU of a rank that has least; 0: not known."""
+    if shape is None:
+        return unknown(_UNKNOWN_SIZE)
     rank = memory.trainer_rank(config, shape, gpu=True, there=there)
     found = f"each rank needs about {rank.need} with gradient_checkpointing={rank.mode}"
     if not there:
-        return ok(f"{found}; there is no GPU here to compare with")
+        return unknown(f"{found}; there is no GPU here to compare with")
     found += f"; its GPU has {there / _GIB:.1f} GiB free"
     return ok(found) if rank.need.total <= there else missing(found, rank.ways_out)
 
 
-def _engine(config: BaseExperimentConfig) -> Finding:
-    if command := inference_command(config):
-        return ok(" ".join(command))
-    fix = "run make sglang-gpu, or set stack.inference_command='PYTHON -m sglang.launch_server'"
-    return note("the CPU engine, which does not use the servers' GPUs", fix)
-
-
 def _nccl(config: BaseExperimentConfig) -> Finding:
-    """A group of trainer and servers needs the same NCCL on both sides."""
+    """A group of trainer and servers needs the same NCCL on both sides.
+
+    The servers' engine is there.
+    """
     here = _nccl_in([Path(each) for each in sys.path if each])
     python = Path((inference_command(config) or [sys.executable])[0])
     there = _nccl_in(python.parent.parent.glob("lib/python*/site-packages"))
@@ -282,11 +259,14 @@ def _nccl_in(folders: Iterable[Path]) -> str:
     return next((each.version for each in found), "")
 
 
-def _server_memory(config: BaseExperimentConfig, shape: ModelShape) -> Finding:
-    need, there = memory.server(config, shape, gpu=True), memory.gpu_bytes()
+def _server_memory(config: BaseExperimentConfig, shape: ModelShape | None, there: int) -> Finding:
+    """`there`: see `_trainer_memory`, but of a server's GPUs."""
+    if shape is None:
+        return unknown(_UNKNOWN_SIZE)
+    need = memory.server(config, shape, gpu=True)
     found = f"each server needs about {need} on each of its GPUs"
     if not there:
-        return ok(f"{found}; there is no GPU here to compare with")
+        return unknown(f"{found}; there is no GPU here to compare with")
     running, cache = config.stack.inference_max_running, need.parts["cache"]
     room = int(_SERVERS_SHARE * there) - (need.total - cache)
     fits = max(0, room) * running // max(cache, 1)

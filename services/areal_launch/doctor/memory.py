@@ -6,8 +6,6 @@ A trainer rank's is `areal.engines.parallel.estimate`. A server holds its weight
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +25,6 @@ from areal.engines.parallel.estimate import (
 )
 from areal.models.directory import serving_dtype
 
-_DRIVER_TIMEOUT_S = 20.0
 _CPU_CACHE = 1 * GIB
 """Most of the CPU engine's KV cache."""
 
@@ -84,32 +81,26 @@ def cache_bytes(shape: ModelShape, element: int) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * element
 
 
-def gpu_bytes() -> int:
-    """Returns the free memory of the GPU that has the least; 0 without a driver that answers."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
-    query = [program, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(  # noqa: S603 - what PATH has under that name
-            query, capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=True
-        ).stdout
-        return min((int(line) << 20 for line in answer.splitlines()), default=0)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return 0
-
-
 def host(config: BaseExperimentConfig, shape: ModelShape, *, ranks: int) -> Need:
-    """Returns the host memory that a node needs while `ranks` trainer ranks start and publish.
+    """Returns the host memory that a node needs for `ranks` trainer ranks with a GPU each.
 
-    Each rank builds the whole model in its master precision before it is sharded; rank 0 holds a
-    published version.
+    A rank reads its own part of one tensor after the other, or the experts of one layer, which are
+    put together. A checkpoint's weights and moments are copied here before they are written, and
+    rank 0 holds a published version. With `actor.offload`, the states stay here.
     """
+    layout = parse_allocation(config.allocation_mode).layout
     element = BYTES[serving_dtype(config.model.dtype, Path(config.model.path), gpu=True)]
-    return Need(
-        {
-            "loading": MASTER * shape.parameters * ranks,
-            "publishing": element * shape.parameters,
-            "processes": PROCESS * ranks,
-        }
-    )
+    matrix = shape.hidden * max(shape.vocabulary, shape.intermediate) // layout.per_copy
+    # Of the experts, gate and up are read and copied into one tensor.
+    largest = max(matrix, 4 * shape.expert_parameters // 3)
+    parts = {
+        "loading": MASTER * largest * ranks,
+        "publishing": element * shape.parameters,
+        "processes": PROCESS * ranks,
+    }
+    if isinstance(config, GRPOConfig) and config.actor.lora is None:
+        own = MASTER * shape.parameters * ranks // layout.per_copy
+        parts["checkpoint"] = 3 * own  # the weight and two moments
+        if config.actor.offload:
+            parts["states"] = 4 * own
+    return Need(parts)

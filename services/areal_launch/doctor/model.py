@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from areal.errors import WaitTimeout
-from areal_launch.doctor.local import Finding, examine, missing, note, ok
+from areal_launch.doctor.findings import Finding, examine, missing, note, ok
 
 _DEADLINE_S = 600.0
 _GIB = 1024**3

@@ -41,14 +41,15 @@ class Node:
     """A node, and the GPUs of it that one process may use.
 
     Example:
-        >>> Node("node07", "10.0.0.7", gpus=(0, 1))
+        >>> Node("node07", "10.0.0.7", gpus=("0", "1"))
     """
 
     name: str = ""
     """Its name in the cluster (Slurm, Ray); empty: the launcher's own."""
     address: str = "127.0.0.1"
     """At which the others reach it."""
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+    """As CUDA_VISIBLE_DEVICES names them: indices, UUIDs or slices (MIG)."""
 
 
 @dataclass(frozen=True)

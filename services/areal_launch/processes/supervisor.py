@@ -40,7 +40,7 @@ from typing import Any, TypeVar, cast
 from areal.chassis.bad_input import read_verdict
 from areal.errors import ArealError, WaitTimeout
 from areal_launch.processes.liveness import wait_silent
-from areal_launch.processes.log_tail import LogPlace, gist, last_error
+from areal_launch.processes.log_tail import LogPlace, LogTail, gist, last_error
 from areal_launch.processes.probes import wait_ready
 from areal_launch.processes.process import Child, ProcessSpec, Spawn, last_lines
 
@@ -95,6 +95,8 @@ class RestartPolicy:
     silent_s: float = 50.0
     """A job without a sign of life for this long is killed. Ranks that watch each other need 30 s
     and some to leave, and name the culprit: they go first."""
+    progress_s: float = 10.0
+    """While a process starts, the newest line of its log is shown so often."""
     steady_s: float = 20.0
     """A process that was up for this long is not crash-looping: the next delay is the first."""
 
@@ -289,10 +291,13 @@ class Supervised:
         """Waits for the probe; returns why it failed, "" when up or when the process has ended."""
         if self.spec.probe is not None:
             limit = self._policy.ready_timeout_s
+            telling = asyncio.create_task(self._tell_progress())
             try:
                 await unless(wait_ready(self.spec.probe, self.spec.name, limit), exited, stopping)
             except WaitTimeout as error:
                 return str(error)
+            finally:
+                telling.cancel()
             if stopping.done():
                 return ""
         if not exited.done():
@@ -300,6 +305,20 @@ class Supervised:
             self._set(ProcessState.UP)
             self._up.set()
         return ""
+
+    async def _tell_progress(self) -> None:
+        """Reports what a process says while it starts, until it is canceled.
+
+        A server may load and compile for minutes; a log that is silent is not reported again.
+        """
+        tail, since = LogTail(self.spec.log, from_end=True), time.monotonic()
+        while not self._stopping.is_set():
+            await self._pause(self._policy.progress_s)
+            if lines := [line for line in tail.read() if line.strip()]:
+                waited = time.monotonic() - since
+                self._report(
+                    "info", self.spec.name, f"starting for {waited:.0f} s: {gist(lines[-1])}"
+                )
 
     def _judge(self, code: int) -> str | None:
         """What an exit code means; None when it is final."""

@@ -30,6 +30,7 @@ from areal.config.experiment import BaseExperimentConfig, save_config
 from areal.errors import CannotStart, InvalidInput, NotFound, WaitTimeout
 from areal.security import Security
 from areal_launch.clusters.base import Cluster
+from areal_launch.gpus.visible import hidden_unless
 from areal_launch.processes.log_tail import LogTail, humanize
 from areal_launch.processes.orphan_guard import Guard
 from areal_launch.processes.process import ProcessSpec
@@ -101,7 +102,7 @@ class LocalStack:
         """From the first process (a model that had to be made does not count) to serving."""
         self.supervisor = Supervisor(
             self.stack_id,
-            RestartPolicy(config.stack.max_restarts, config.rollout.setup_timeout_s),
+            RestartPolicy(config.stack.max_restarts, config.setup_timeout_s),
             events.report,
             self._cluster.spawn,
         )
@@ -169,7 +170,7 @@ class LocalStack:
         if self.plan.inference and (why := missing_model(self.config)):
             raise CannotStart(why)
         began = time.monotonic()
-        await self._start_all(began + self.config.rollout.setup_timeout_s)
+        await self._start_all(began + self.config.setup_timeout_s)
         self.ready_seconds = round(time.monotonic() - began, 2)
         self.events.report("info", "stack", f"ready after {self.ready_seconds:.1f} s")
         self._set(StackState.READY)
@@ -291,6 +292,7 @@ class LocalStack:
             ),
             log=self.folder.log_of("prepare"),
             job=True,
+            environment=hidden_unless(self.config.stack.gpus_per_node),
         )
         self.events.report("info", "prepare", "preparing the model (version 0)")
         tail = LogTail(spec.log, from_end=True)

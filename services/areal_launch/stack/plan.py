@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,8 @@ from areal.errors import ConfigError
 from areal.models.directory import serving_dtype
 from areal.security import Security
 from areal_launch.clusters.base import LOCAL, Placement
+from areal_launch.gpus.engine import inference_command
+from areal_launch.gpus.visible import VARIABLE
 from areal_launch.processes.free_ports import PortPicker
 from areal_launch.processes.probes import http_probe
 from areal_launch.processes.process import Node, ProcessSpec
@@ -31,11 +32,6 @@ _SERVICES = {
     "reward": ("areal_reward", "reward"),
     "sandbox": ("areal_sandbox", "sandbox"),
 }
-
-# Of `make sglang-gpu`, beside the environment that this command runs in.
-SGLANG = ".venv-sglang-gpu/bin/python"
-
-# organization/model, as the Hub writes it.
 
 
 @dataclass
@@ -101,6 +97,7 @@ def plan_stack(
     Raises:
         ConfigError: A store's program is missing, or a secret's file, or `stack.inference_command`
             is no command.
+        CannotStart: Servers have GPUs, and SGLang is not installed.
     """
     config = copy.deepcopy(config)
     picker = PortPicker(preferred_ports)
@@ -266,22 +263,9 @@ class _Planner:
         )
 
 
-def inference_command(config: BaseExperimentConfig) -> list[str]:
-    """Returns how the user starts a server; empty for our CPU engine.
-
-    With GPUs the default is the SGLang of `make sglang-gpu`, in an environment beside this one.
-    """
-    command, sglang = config.stack.inference_command, Path(sys.prefix).parent / SGLANG
-    if not command and config.stack.gpus_per_node and sglang.exists():
-        return [str(sglang), "-m", "sglang.launch_server"]
-    try:
-        return shlex.split(command)
-    except ValueError as error:
-        raise ConfigError(f"stack.inference_command {command!r}: {error}") from None
-
-
 def _devices(node: Node) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))} if node.gpus else {}
+    """A process sees its own GPUs; one without any sees none, so that it uses none."""
+    return {VARIABLE: ",".join(node.gpus)}
 
 
 def _remote(*nodes: Node) -> tuple[Node, ...]:

@@ -20,6 +20,7 @@ import orjson
 
 from areal.config.experiment import BaseExperimentConfig, save_config
 from areal.errors import ArealError
+from areal_launch.gpus.visible import hidden_unless
 from areal_launch.processes.process import Child, ProcessSpec, last_lines
 from areal_launch.view.output import CheckResult
 
@@ -57,6 +58,7 @@ async def check_recipe(config: BaseExperimentConfig, *, model_later: str) -> lis
     """
     # As torchrun gives them to a lone trainer; and a check is no run to record.
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "WANDB_MODE": "disabled"}
+    environment |= hidden_unless(config.stack.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="areal-check-") as name:
         folder = Path(name)
         save_config(config, folder / "config.yaml")

@@ -74,7 +74,7 @@ class Scaler:
         return f"{before} -> {count} inference servers in {time.monotonic() - began:.1f} s"
 
     async def _bring(self, spec: ProcessSpec, say: Say) -> None:
-        deadline = time.monotonic() + self._plan.config.rollout.setup_timeout_s
+        deadline = time.monotonic() + self._plan.config.setup_timeout_s
         try:
             # Not vital before it serves: a newcomer that cannot live must not end the run.
             self._supervisor.start(spec, vital=False)

@@ -73,6 +73,11 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
             {"replicaCount": 2, "gpusPerPod": 8},
         ),
         (
+            ["stack.gpus_per_node=1", "stack.inference_command=cpu"],
+            {"replicaCount": 2, "gpus": 0},
+            {"replicaCount": 1, "gpusPerPod": 1},
+        ),
+        (
             ["allocation_mode=sglang:d2+fsdp:d1", "endpoints.inference=[http://gpu:30000]"],
             {"enabled": False},
             {"replicaCount": 1, "gpusPerPod": 0},
@@ -120,7 +125,7 @@ def test_experiment_when_sent_then_only_what_was_chosen_goes(tmp_path: Path) -> 
     assert sent == {
         "model": {"path": "models/tiny"},
         "gconfig": {"n_samples": 4},
-        "stack": {"rollout_workers": 2},
+        "stack": {"rollout_workers": 2, "gpus_per_node": 8},
         "actor": {"optimizer": {"lr": 0.5}},
     }
     file = tmp_path / "sent.yaml"
@@ -432,6 +437,7 @@ def test_doctor_when_this_machine_lacks_a_model_and_gpus_then_it_says_so(
         "model",
         "tokenizer",
         "gpus",
+        "engine",
     }
     makes_it = {each.name: each for each in examine_here(config, can_prepare=True)}
     assert makes_it["model"].verdict is CheckResult.OK

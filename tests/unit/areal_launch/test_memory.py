@@ -1,17 +1,29 @@
 """The memory a run will need: parameter counts, parts, and what `areal doctor` says of them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from tests.unit.areal_launch.gpu_machines import install as machine
 
+from areal.config.allocation import Layout
 from areal.config.experiment import (
     GRPOConfig,
     RefConfig,
     build_config,
     micro_batch_tokens,
 )
-from areal.engines.parallel.estimate import GIB, ModelShape
+from areal.engines.parallel.estimate import (
+    GIB,
+    HEAD_TOKENS,
+    LEAST_CHUNK,
+    ModelShape,
+    Setting,
+    choose,
+    choose_chunk,
+    trainer_rank,
+)
 from areal.errors import InvalidInput
 from areal_launch.doctor import memory
 from areal_launch.doctor.local import examine_here
@@ -52,7 +64,7 @@ def seven_b(folder: Path) -> GRPOConfig:
     """Qwen2.5-7B on 8 GPUs for training and 8 for generation."""
     config = GRPOConfig(allocation_mode="sglang:d8+fsdp:d8", run_root=str(folder / "runs"))
     config.model.path = str(model(folder, **QWEN2_5_7B))
-    config.stack.gpus_per_node = 8
+    config.stack.gpus_per_node = 16
     config.gconfig.n_samples = 8
     return config
 
@@ -115,6 +127,38 @@ def test_trainer_when_7b_on_eight_gpus_then_activations_decide(tmp_path):
     assert here - away == pytest.approx(2 * 7.6156e9 / 8, rel=1e-3)
 
 
+def test_trainer_when_moments_are_bfloat16_then_states_take_three_quarters(tmp_path):
+    config = seven_b(tmp_path)
+    shape = ModelShape.read(tmp_path)
+    wide = memory.trainer_rank(config, shape, gpu=True)
+    assert "actor.optimizer.moments=bfloat16" in wide.ways_out
+    assert config.actor.optimizer is not None
+    config.actor.optimizer.moments = "bfloat16"
+    narrow = memory.trainer_rank(config, shape, gpu=True)
+    assert narrow.need.parts["states"] * 4 == wide.need.parts["states"] * 3
+    assert "moments" not in narrow.ways_out
+
+
+def test_chunk_when_memory_is_free_then_the_head_computes_more_tokens_at_once(tmp_path):
+    config = seven_b(tmp_path)
+    shape = ModelShape.read(tmp_path)
+
+    def tokens(there: float, **options: object) -> float:
+        setting = Setting(Layout.parse("d8"), 10_240, **{"gpu": True, **options})
+        mode = choose(config.actor, shape, setting, int(there * GIB))
+        chunk = choose_chunk(config.actor, shape, setting, mode, int(there * GIB))
+        need = trainer_rank(config.actor, shape, setting, mode, chunk=chunk)
+        assert mode == "offload" or chunk == LEAST_CHUNK or need.total <= 0.8 * there * GIB
+        return chunk / shape.vocabulary
+
+    assert tokens(139) == HEAD_TOKENS
+    assert tokens(0) == tokens(139, gpu=False) == LEAST_CHUNK / shape.vocabulary
+    found = [tokens(there) for there in range(20, 140, 4)]
+    assert set(found) >= {HEAD_TOKENS, LEAST_CHUNK / shape.vocabulary}
+    config.actor.logits_chunk_elements = 1000
+    assert tokens(139) == 1000 / shape.vocabulary
+
+
 def test_tokens_when_batches_are_small_or_sequences_long_then_those_of_a_micro_batch():
     config = GRPOConfig(allocation_mode="sglang:d1+fsdp:d2")
     config.train_dataset.batch_size, config.gconfig.n_samples = 3, 2
@@ -141,15 +185,11 @@ def test_server_when_it_has_several_gpus_then_weights_and_cache_are_shared(tmp_p
 
 @pytest.fixture
 def gpus(tmp_path, monkeypatch):
-    """Puts a driver on PATH whose GPUs have so much free."""
+    """16 GPUs that have so much free."""
 
     def install(mebibytes: int) -> None:
-        folder = tmp_path / "bin"
-        folder.mkdir(exist_ok=True)
-        program = folder / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\necho {mebibytes}\necho {mebibytes + 1}\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", str(folder), prepend=":")
+        shutil.rmtree(tmp_path / ".venv-sglang-gpu", ignore_errors=True)
+        machine(monkeypatch, tmp_path, there=16, free=mebibytes << 20)
 
     return install
 
@@ -165,8 +205,7 @@ def test_doctor_when_a_rank_does_not_fit_then_missing_with_the_part_that_decides
         in found["trainer memory"].found
     )
     assert found["server memory"].verdict is CheckResult.OK
-    assert found["engine"].verdict is CheckResult.NOTE, "no SGLang beside this environment"
-    assert "make sglang-gpu" in found["engine"].fix
+    assert found["engine"].verdict is CheckResult.OK
     assert "each rank needs" not in found["memory"].found
     config.actor.gradient_checkpointing = False
     found = {each.name: each for each in examine_here(config, can_prepare=False)}

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.unit.areal_launch.gpu_machines import install as machine
 from tests.unit.areal_launch.supervised import python
 from tests.unit.areal_launch.test_plan import make
 
@@ -54,10 +55,8 @@ def test_doctor_when_trainer_and_servers_have_other_versions_of_nccl_then_names_
         (info / "METADATA").write_text(f"Name: nvidia-nccl-cu12\nVersion: {version}\n")
         return site
 
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    machine(monkeypatch, tmp_path)
     server = tmp_path / ".venv-sglang-gpu"
-    (server / "bin").mkdir(parents=True)
-    (server / "bin" / "python").touch()
     assert "the version in this environment is unknown" in nccl_row(tmp_path).found
     own = install(tmp_path / ".venv", "2.27.5")
     monkeypatch.setattr(sys, "path", [str(own), *sys.path])

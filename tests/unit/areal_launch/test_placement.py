@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.unit.areal_launch.gpu_machines import install
 
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import CannotStart, ConfigError
 from areal.security import Security
-from areal_launch.clusters.base import EVERYWHERE, assign, count_nodes
+from areal_launch.clusters.base import EVERYWHERE, Cluster, assign, count_nodes
 from areal_launch.processes.process import Node
 from areal_launch.run_folder import RunFolder
 from areal_launch.stack.plan import plan_stack
@@ -59,18 +60,18 @@ def test_shape_when_it_cannot_be_then_one_line_says_why(overrides: list[str], sa
 def test_assign_when_one_node_has_gpus_then_no_gpu_has_two_users() -> None:
     config = make("allocation_mode=sglang:d2t2+fsdp:d4", "stack.gpus_per_node=8")
     placement = assign(config, NODES[:1], EVERYWHERE)
-    assert [node.gpus for node in placement.trainer] == [(0, 1, 2, 3)]
-    assert [node.gpus for node in placement.inference] == [(4, 5), (6, 7)]
+    assert [node.gpus for node in placement.trainer] == [("0", "1", "2", "3")]
+    assert [node.gpus for node in placement.inference] == [("4", "5"), ("6", "7")]
 
 
 def test_assign_when_several_nodes_then_servers_have_nodes_of_their_own() -> None:
     config = make("allocation_mode=sglang:d3t4+fsdp:d16", "stack.gpus_per_node=8")
     placement = assign(config, NODES[:4], EVERYWHERE)
     assert [node.name for node in placement.trainer] == ["n0", "n1"]
-    assert {node.gpus for node in placement.trainer} == {tuple(range(8))}
+    assert {node.gpus for node in placement.trainer} == {tuple("01234567")}
     placed = [(node.name, node.gpus) for node in placement.inference]
-    assert placed == [("n2", (0, 1, 2, 3)), ("n2", (4, 5, 6, 7)), ("n3", (0, 1, 2, 3))]
-    with pytest.raises(CannotStart, match=r"needs 4 nodes .* the job has 3"):
+    assert placed == [("n2", tuple("0123")), ("n2", tuple("4567")), ("n3", tuple("0123"))]
+    with pytest.raises(CannotStart, match=r"needs 28 GPUs .* takes 4 nodes, and there are 3"):
         assign(config, NODES[:3], EVERYWHERE)
 
 
@@ -103,7 +104,10 @@ def test_plan_when_nodes_are_lent_then_addresses_and_slots_are_theirs(tmp_path: 
     assert security.redis_password not in text
 
 
-def test_plan_when_this_machine_has_gpus_then_each_process_sees_its_own(tmp_path: Path) -> None:
+def test_plan_when_this_machine_has_gpus_then_each_process_sees_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, tmp_path)
     config = make(
         f"run_root={tmp_path}",
         "allocation_mode=sglang:d2+fsdp:d2",
@@ -116,3 +120,50 @@ def test_plan_when_this_machine_has_gpus_then_each_process_sees_its_own(tmp_path
     assert [s.environment["CUDA_VISIBLE_DEVICES"] for s in plan.inference] == ["2", "3"]
     assert not plan.trainer.nodes
     assert Security.load(plan.config.security).token, "others of this machine reach it, too"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["allocation_mode=sglang:d1+fsdp:d1", "stack.gpus_per_node=1"],
+            "needs 2 GPUs for 1 trainer rank and 1 server, so with stack.gpus_per_node 1 and 1 "
+            "trainer rank on a node it takes 2 nodes, and there is 1; run it --on slurm or ray, or "
+            "serve on CPUs with stack.inference_command=cpu, or name servers elsewhere in "
+            "endpoints.inference, or train without servers (allocation_mode=fsdp:d1",
+        ),
+        (
+            ["allocation_mode=sglang:d2t2+fsdp:d5", "stack.gpus_per_node=8"],
+            "needs 9 GPUs for 5 trainer ranks and 2 servers of 2 GPUs",
+        ),
+    ],
+)
+def test_assign_when_one_node_has_too_few_gpus_then_the_line_says_ways_out(
+    overrides: list[str], said: str
+) -> None:
+    with pytest.raises(CannotStart) as refused:
+        assign(make(*overrides), [Node()], "127.0.0.1")
+    assert said in str(refused.value)
+
+
+def test_assign_when_the_cpu_engine_is_named_then_servers_take_no_gpu() -> None:
+    config = make(
+        "allocation_mode=sglang:d3+fsdp:d1",
+        "stack.gpus_per_node=1",
+        "stack.inference_command=cpu",
+    )
+    placement = assign(config, [Node(gpus=("GPU-8",))], "127.0.0.1")
+    assert [node.gpus for node in placement.trainer] == [("GPU-8",)]
+    assert [node.gpus for node in placement.inference] == [(), (), ()]
+
+
+async def test_cluster_when_the_user_has_chosen_gpus_then_those_are_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, 5,-1,7")
+    config = make("allocation_mode=sglang:d1+fsdp:d1", "stack.gpus_per_node=2")
+    placement = await Cluster().open(config)
+    assert [node.gpus for node in (*placement.trainer, *placement.inference)] == [
+        ("GPU-a",),
+        ("5",),
+    ]

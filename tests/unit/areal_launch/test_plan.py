@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.unit.areal_launch.gpu_machines import write_sglang
 
 from areal.config.experiment import GRPOConfig, build_config
-from areal.errors import ConfigError
+from areal.errors import CannotStart, ConfigError
+from areal_launch.gpus.engine import Installed
 from areal_launch.processes.free_ports import PortPicker, port_is_free
 from areal_launch.run_folder import RunFolder
 from areal_launch.stack.plan import missing_model, plan_stack, ports_of
@@ -111,15 +114,20 @@ def test_plan_when_there_are_gpus_then_servers_are_the_sglang_beside_this_enviro
     config, folder = make(tmp_path, "stack.gpus_per_node=4", "model.dtype=bfloat16")
 
     def command() -> tuple[str, ...]:
-        return plan_stack(config, folder, with_trainer=False).inference[0].argv[:3]
+        return plan_stack(config, folder, with_trainer=True).inference[0].argv[:3]
 
-    assert command()[2] == "areal_inference", "nothing else is there"
-    python = tmp_path / ".venv-sglang-gpu/bin/python"
-    python.parent.mkdir(parents=True)
-    python.touch()
+    with pytest.raises(CannotStart, match=r"SGLang is not installed .* `make sglang-gpu`, or set"):
+        command()
+    python = write_sglang(tmp_path, Installed.HALF)
+    with pytest.raises(CannotStart, match=r"only half installed .* run `make sglang-gpu` again"):
+        command()
+    shutil.rmtree(tmp_path / ".venv-sglang-gpu")
+    write_sglang(tmp_path, Installed.WHOLE)
     assert command() == (str(python), "-m", "sglang.launch_server")
     config.stack.inference_command = "serve --now"
     assert command()[:2] == ("serve", "--now")
+    config.stack.inference_command = "cpu"
+    assert command()[2] == "areal_inference", "it is named"
     config.stack.inference_command, config.stack.gpus_per_node = "", 0
     assert command()[2] == "areal_inference", "it computes on CPUs"
 
@@ -133,6 +141,7 @@ def test_plan_when_the_dtype_is_left_open_then_the_checkpoints_and_16_bits_on_gp
 ) -> None:
     (tmp_path / "config.json").write_text(f'{{"dtype": "{stored}"}}')
     config, folder = make(tmp_path, f"model.path={tmp_path}", f"stack.gpus_per_node={gpus}")
+    config.stack.inference_command = "cpu"
 
     def dtype() -> str:
         [spec, *_] = plan_stack(config, folder, with_trainer=False).inference

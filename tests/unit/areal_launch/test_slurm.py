@@ -107,13 +107,24 @@ def test_script_when_a_value_is_no_argument_then_one_line_says_so(
         script_of(tmp_path, override)
 
 
-def test_step_when_the_trainer_has_two_nodes_then_each_gets_its_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "of_the_job", "seen"),
+    [
+        ("0,1", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, "4,5"),
+        ("2,3", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, "6,7"),
+        ("2,3", {}, "2,3"),
+        ("", {"CUDA_VISIBLE_DEVICES": "4,5"}, ""),
+    ],
+)
+def test_step_when_the_trainer_has_two_nodes_then_each_gets_its_rank_and_gpus(
+    tmp_path: Path, gpus: str, of_the_job: dict[str, str], seen: str
+) -> None:
     spec = ProcessSpec(
         "trainer",
         ("python", "-m", "areal_trainer"),
         tmp_path / "log",
-        environment={"CUDA_VISIBLE_DEVICES": "0,1"},
-        nodes=(Node("n0", "10.0.0.1", (0, 1)), Node("n1", "10.0.0.2", (0, 1))),
+        environment={"CUDA_VISIBLE_DEVICES": gpus},
+        nodes=(Node("n0", "10.0.0.1"), Node("n1", "10.0.0.2")),
     )
     argv = step_argv(spec)
     assert argv[0] == "srun"
@@ -122,13 +133,18 @@ def test_step_when_the_trainer_has_two_nodes_then_each_gets_its_rank(tmp_path: P
     assert {"--overlap", "--kill-on-bad-exit=1", "--job-name=trainer"} <= set(argv)
     after = argv[argv.index("/bin/sh") :]
     shown = subprocess.run(
-        [*after[: after.index("python")], "sh", "-c", "echo $PET_NODE_RANK $CUDA_VISIBLE_DEVICES"],
-        env={"SLURM_PROCID": "1", "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "7"},
+        [
+            *after[: after.index("python")],
+            "sh",
+            "-c",
+            'echo "$PET_NODE_RANK $CUDA_VISIBLE_DEVICES"',
+        ],
+        env={"SLURM_PROCID": "1", "PATH": "/usr/bin:/bin", **of_the_job},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert shown.stdout.split() == ["1", "0,1"]
+    assert shown.stdout == f"1 {seen}\n"
 
 
 async def test_place_when_opened_then_this_node_goes_first(

@@ -1,17 +1,7 @@
-"""One file per case: `settings(miniature)` lists tries, `measure(setting, miniature)` runs one.
-
-A try runs in a process of its own, so running out of memory, hanging or crashing is a result.
-"""
+"""One file per kind of try: `measure(setting, miniature)` returns its figures."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
 
-# The cheapest failure first.
-NAMES = ("probe", "correct", "attention", "step", "head", "export", "checkpoint", "stack")
-
-
-def find(name: str) -> ModuleType:
-    """Return the case with this name."""
-    return import_module(f"tools.gpu.cases.{name}")
+class Skipped(Exception):
+    """What this machine lacks for a try."""

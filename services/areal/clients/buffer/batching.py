@@ -21,7 +21,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 from areal import errors
 from areal.chassis import tracing
@@ -89,7 +89,7 @@ class Batching(Generic[RequestT, ResultT]):
         if len(self._calls) < _CALLS:
             call = asyncio.create_task(self._call())
             self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+            call.add_done_callback(self._calls.discard)  # also of one that is cancelled unstarted
         return await result
 
     async def close(self) -> None:
@@ -118,6 +118,8 @@ class Batching(Generic[RequestT, ResultT]):
                 self._sent -= 1
                 for offer in offers:
                     offer.result.cancel()  # the call was cancelled; else this does nothing
+        # Now, not in a callback: an offer that comes in between would count on this call.
+        self._calls.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _next(self) -> tuple[list[_Offer[RequestT, ResultT]], RequestT]:
         """The offers of a free call: its share, of one worker, up to a size."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,48 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.config.allocation import Layout
-from areal.errors import WaitTimeout
+from areal.errors import ConfigError, WaitTimeout
+
+# An index or a UUID (GPU-, MIG-); an empty value and -1 hide all GPUs.
+_NAMES_A_GPU = re.compile(r"\s*(\d|GPU-|MIG-)")
 
 
-def local_device() -> torch.device:
-    """Return this rank's GPU, or the CPU on a machine without any."""
+def local_device(*, gpu: bool = False) -> torch.device:
+    """Return this rank's GPU, or the CPU where no GPU was asked for.
+
+    Args:
+        gpu: the configuration asks for one. `CUDA_VISIBLE_DEVICES` asks, too, if it names one.
+
+    Raises:
+        ConfigError: a GPU was asked for, and torch cannot use it; never the CPU instead.
+    """
+    rank, visible = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if rank < (count := torch.cuda.device_count()):
+            return torch.device("cuda", rank)
+        raise ConfigError(
+            f"local rank {rank}: expected a GPU for each rank of a node, but torch sees {count}"
+            f"{shown}"
+        )
+    if gpu or _NAMES_A_GPU.match(visible or ""):
+        raise ConfigError(
+            f"a GPU was asked for{shown}, but torch {torch.__version__} cannot use one: "
+            f"{_why_no_gpu()}; see `areal doctor --gpu`, or train on CPUs with "
+            "stack.gpus_per_node=0 and CUDA_VISIBLE_DEVICES="
+        )
     return torch.device("cpu")
+
+
+def _why_no_gpu() -> str:
+    """In torch's words, in one line."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "it is built for CPUs only"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split())[:300]
+    return "it sees none"
 
 
 def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
@@ -185,6 +220,18 @@ def _group_of(parts: list[list[int]], what: str, timeout_s: float) -> Any:
     return own
 
 
+def to_host(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Read scalars, some of which may be on a device, in one transfer."""
+    there = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
+    found = {name: float(value) for name, value in scalars.items() if name not in there}
+    if there:
+        wide = [value.detach().to(torch.float64).reshape(()) for value in there.values()]
+        device = next((each.device for each in wide if each.device.type != "cpu"), wide[0].device)
+        read = torch.stack([each.to(device, non_blocking=True) for each in wide]).cpu().tolist()
+        found |= dict(zip(there, read, strict=True))
+    return found
+
+
 def reduce_scalars(scalars: Mapping[str, Tensor | float], group: Any) -> dict[str, float]:
     """Sum scalars over a group; names that end in `_max` are combined by maximum.
 
@@ -196,8 +243,8 @@ def reduce_scalars(scalars: Mapping[str, Tensor | float], group: Any) -> dict[st
     if not names:
         return {}
     # One transfer from the device, then two small collectives.
-    parts = [torch.as_tensor(scalars[name]).detach().to(torch.float64) for name in names]
-    stacked = torch.stack([part.reshape(()) for part in parts]).cpu()
+    read = to_host(scalars)
+    stacked = torch.tensor([read[name] for name in names], dtype=torch.float64)
     if group is not None:
         largest = [name.endswith("_max") for name in names]
         maxima = stacked[largest]

@@ -64,6 +64,25 @@ async def test_offer_when_alone_then_sent_at_once() -> None:
     assert ledger.calls == [["a"]]
 
 
+async def test_offer_when_both_calls_have_just_been_answered_then_sent_all_the_same() -> None:
+    ledger = Ledger()
+    batching = batching_of(ledger)
+
+    async def worker(*task_ids: str) -> None:
+        for each in task_ids:
+            await batching.offer("w", group(each))
+
+    workers = []
+    for task_ids in (("a", "c"), ("b",)):
+        workers.append(asyncio.create_task(worker(*task_ids)))
+        await settle()
+    assert ledger.calls == [["a"], ["b"]]
+    for _ in range(3):
+        ledger.open.release()
+    await asyncio.wait_for(asyncio.gather(*workers), 10)
+    assert ledger.calls == [["a"], ["b"], ["c"]]
+
+
 async def test_offers_when_calls_are_under_way_then_the_next_one_takes_all_that_is_ready() -> None:
     ledger = Ledger()
     batching = batching_of(ledger)

@@ -137,6 +137,31 @@ async def test_call_when_it_may_not_be_made_twice_then_no_client_retries_it(
     assert service.flaky.calls == 1
 
 
+async def test_close_when_a_call_waits_for_its_answer_then_that_call_ends_with_one_line(
+    service: Service,
+) -> None:
+    service.flaky.moods = ["frozen"] * 3
+    client = service.client(timeout_s=30.0)
+    call = asyncio.create_task(client.get_stats())
+    await until(lambda: service.flaky.calls > 0)
+    await client.close()
+    with pytest.raises(ArealError, match=r"^GetStats on .*: this client is closed$"):
+        await asyncio.wait_for(call, 10.0)
+
+
+async def test_call_when_its_task_is_cancelled_then_cancelled_although_the_client_closes(
+    service: Service,
+) -> None:
+    service.flaky.moods = ["frozen"]
+    client = service.client(timeout_s=30.0)
+    call = asyncio.create_task(client.get_stats())
+    await until(lambda: service.flaky.calls > 0)
+    call.cancel()
+    await client.close()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
 async def test_close_when_a_call_is_being_retried_then_that_call_ends_with_one_line(
     service: Service,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Whether the whole stack trains with the trainer on this GPU and the CPU engine as server."""
+"""Whether a run trains on this GPU: the whole stack where its packages are, else SFT alone."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import json
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from tools.gpu.models import batch_of, engine, make
+
+from areal.engines.sft import train_lm
 
 _SMALL = (
     *("train_dataset.batch_size=2", "gconfig.n_samples=2"),
     *("warm_start_steps=1", "train_problems=200", "heldout_problems=4"),
 )
+_STACK = ("grpc", "hiredis", "nats", "omegaconf", "opentelemetry", "orjson", "redis", "uvicorn")
 RECIPE = Path(__file__).parents[3] / "examples" / "arithmetic_grpo.py"
 
 
-def settings(miniature: bool) -> list[dict[str, Any]]:
-    """The number of steps; a second command resumes and trains equally many more."""
-    return [{"steps": 2 if miniature else 20}]
-
-
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
-    """Reward, seconds per step, and the share of time that the trainer waited, after a resume."""
-    root, steps = Path(tempfile.mkdtemp(prefix="gpu-stack-")), setting["steps"]
+    """Reward and seconds per step of a run and its resume; or the loss of supervised steps."""
+    steps = 2 if miniature else setting["steps"]
+    absent = [name for name in _STACK if find_spec(name) is None]
+    if absent:
+        return {"stack": f"needs {absent[0]}", **_alone(steps)}
+    root = Path(tempfile.mkdtemp(prefix="gpu-stack-"))
     small = _SMALL if miniature else ()
     for total in (steps, 2 * steps):
         command = [sys.executable, "-m", "areal_launch", "run", str(RECIPE), f"run_root={root}"]
@@ -40,3 +45,11 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
         "step_s": round(seconds / len(rows), 3),
         "waited": round(sum(row["time/wait"] for row in rows) / seconds, 3),
     }
+
+
+def _alone(steps: int) -> dict[str, Any]:
+    """The same rows again and again: the loss falls."""
+    batch = batch_of([40] * 8, 261)
+    with engine(make("qwen2.5-0.5b", miniature=True), lr=1e-2) as made:
+        losses = [train_lm(made, batch)["loss"] for _ in range(steps)]
+    return {"first_loss": round(losses[0], 3), "last_loss": round(losses[-1], 3)}

@@ -1,0 +1,105 @@
+"""What a trainer's process sets before it trains: device, allocator, threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal.chassis.bad_input import VERDICT_VARIABLE, read_verdict
+from areal.config.experiment import GRPOConfig, build_config, save_config
+from areal_launch.processes.process import CHILD_ENVIRONMENT
+from areal_trainer.job import prepare_allocator, threads_of_rank
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+        ),
+        ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
+    ],
+)
+def test_allocator_when_the_user_has_not_configured_it_then_segments_may_grow(
+    given: dict[str, str], expected: dict[str, str]
+) -> None:
+    prepare_allocator(given)
+    assert given == expected
+    assert not set(expected) & set(CHILD_ENVIRONMENT), "servers do not get it"
+
+
+@pytest.mark.parametrize(
+    ("offload", "environment", "threads"),
+    [
+        (False, {}, 1),
+        (False, {"OMP_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "2"}, 3),
+        (True, {"OMP_NUM_THREADS": "1"}, 96),
+        (True, {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, 12),
+        (True, {"LOCAL_WORLD_SIZE": "200"}, 1),
+    ],
+)
+def test_threads_when_the_optimizer_runs_on_the_cpu_then_ranks_share_all_cores(
+    offload: bool, environment: dict[str, str], threads: int
+) -> None:
+    config = build_config(GRPOConfig, None, [f"actor.offload={str(offload).lower()}"])
+    assert threads_of_rank(config, environment, cores=96) == threads
+
+
+def test_trainer_when_started_then_both_are_set_before_the_recipe_runs(tmp_path: Path) -> None:
+    recipe, shown = tmp_path / "recipe.py", tmp_path / "shown.json"
+    recipe.write_text(
+        "import json, os, pathlib\n"
+        "segments = os.environ['PYTORCH_CUDA_ALLOC_CONF']\n"
+        "def main(argv):\n"
+        "    import torch\n"
+        f"    pathlib.Path({str(shown)!r}).write_text("
+        "json.dumps([segments, torch.get_num_threads()]))\n"
+    )
+    ran = train(tmp_path, recipe, "actor.offload=true", OMP_NUM_THREADS="1")
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    cores = len(os.sched_getaffinity(0))
+    assert json.loads(shown.read_text()) == ["expandable_segments:True", cores]
+
+
+def test_trainer_when_its_gpus_cannot_be_used_then_it_refuses_for_good(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("def main(argv):\n    raise SystemExit('trained')\n")
+    ran = train(tmp_path, recipe, "stack.gpus_per_node=1")
+    assert ran.returncode == 2
+    line = ran.stderr.strip().splitlines()[-1]
+    assert line.startswith(
+        "areal-trainer: a GPU was asked for (CUDA_VISIBLE_DEVICES=), but torch 2."
+    )
+    assert read_verdict(tmp_path / "verdict") == line.removeprefix("areal-trainer: ")
+
+
+def train(
+    folder: Path, recipe: Path, *overrides: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    settings = [f"run_root={folder}", f"recipe={recipe}", "allocation_mode=fsdp:d1"]
+    config = build_config(GRPOConfig, None, [*settings, *overrides])
+    file = folder / "config.yaml"
+    save_config(config, file)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
+    source = Path(__file__).resolve().parents[3] / "services"
+    return subprocess.run(
+        [sys.executable, "-m", "areal_trainer", "--config", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={
+            **inherited,
+            "PYTHONPATH": str(source),
+            "CUDA_VISIBLE_DEVICES": "",
+            VERDICT_VARIABLE: str(folder / "verdict"),
+            **environment,
+        },
+    )

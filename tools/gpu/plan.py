@@ -1,0 +1,138 @@
+"""What the kit measures, in this order, and the seconds that each case may take.
+
+The cheapest information comes first. Limits add up to `BUDGET_S`, so that the whole kit fits into
+ten minutes; a case may also use the time that the cases before it left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+BUDGET_S = 520.0
+Setting = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tries of one kind."""
+
+    name: str
+    module: str
+    """The file in cases/ whose `measure(setting, miniature)` computes the figures of a try."""
+    limit_s: float
+    """Seconds for all tries together."""
+    settings: tuple[Setting, ...]
+    try_s: float = BUDGET_S
+    """Seconds for one try, where a hang must leave time for the next."""
+    smaller: Setting = field(default_factory=dict)
+    """What a try that runs out of memory is repeated with."""
+
+
+_FAMILIES = ("qwen2.5-0.5b", "qwen3-8b", "qwen3-30b-a3b")
+_EVEN: Setting = {"tokens": 16384, "lengths": "even"}
+_SMALL: Setting = {"shape": "qwen2.5-0.5b"}
+_MIDDLE: Setting = {"shape": "qwen2.5-1.5b", **_EVEN}
+_MIXED: Setting = {"tokens": 16384, "lengths": "long"}
+# One sequence, all of which is trained on, as in prime-rl's benchmarks.
+_16K: Setting = {"tokens": 16384, "lengths": "one"}
+_64K: Setting = {"tokens": 65536, "lengths": "one"}
+
+CASES = (
+    Case("imports", "machine", 15, ({"of": "versions"}, {"of": "matmul"}, {"of": "copies"})),
+    Case(
+        "primitives",
+        "primitives",
+        25,
+        (
+            {"of": "attention", "heads": "14/2", "width": 64},
+            {"of": "attention", "heads": "16/4", "width": 128},
+            {"of": "attention", "heads": "16/4", "width": 128, "window": 50},
+            {"of": "attention", "heads": "16/4", "width": 128, "shared": True},
+            {"of": "mm_out_dtype"},
+            {"of": "addmm_out_dtype"},
+            {"of": "adamw_dtensor"},
+            {"of": "foreach_mul"},
+            {"of": "pinned_copies"},
+            {"of": "selective_keeps_attention"},
+            {"of": "grouped_mm"},
+            {"of": "nccl"},
+        ),
+        try_s=10,
+    ),
+    Case(
+        "contact",
+        "contact",
+        75,
+        (
+            *({"shape": shape, "dtype": "float32", "kernel": "packed"} for shape in _FAMILIES),
+            *(
+                {"shape": shape, "kernel": kernel, "recompute": mode}
+                for kernel in ("varlen", "packed")
+                for shape in _FAMILIES
+                for mode in ("none", "selective", "full", "offload")
+            ),
+            *(
+                {**_SMALL, "with": part}
+                for part in ("offload", "lora", "ref", "critic", "resume", "export", "oom")
+            ),
+        ),
+        try_s=15,
+    ),
+    Case("step", "speed", 35, ({**_MIDDLE, "profile": True},), smaller={"layers": 8}),
+    Case("head", "head", 20, tuple({"tokens": 8192, "chunk": c} for c in (441, 2048, 4096, 8192))),
+    Case(
+        "widths",
+        "speed",
+        50,
+        (
+            {**_SMALL, **_EVEN},
+            {**_SMALL, **_MIXED},
+            {"shape": "qwen2.5-7b", "layers": 8, **_EVEN},
+            {**_MIDDLE, "again": True},  # its difference from `step` is the noise
+        ),
+        smaller={"layers": 4},
+    ),
+    # The five rows that prime-rl publishes for one H100.
+    Case(
+        "prime",
+        "speed",
+        65,
+        (
+            {"shape": "qwen3-0.6b", **_16K, "loss": "rl"},
+            {"shape": "qwen3-0.6b", **_64K, "loss": "rl"},
+            {"shape": "qwen3-0.6b", **_16K, "loss": "sft"},
+            {"shape": "qwen3-4b", **_16K, "loss": "rl", "lora": True},
+            {"shape": "qwen3-4b", **_64K, "loss": "rl", "lora": True},
+        ),
+    ),
+    Case(
+        "modes",
+        "speed",
+        30,
+        tuple({**_MIDDLE, "recompute": mode} for mode in ("selective", "full", "offload")),
+    ),
+    Case("compile", "speed", 65, ({**_MIDDLE, "kernels": "compile"},)),
+    Case(
+        "attention",
+        "speed",
+        30,
+        tuple({**_MIDDLE, "lengths": "groups", "share": on} for on in (True, False)),
+    ),
+    Case("checkpoint", "checkpoint", 40, ({"shape": "qwen2.5-1.5b"},), smaller=_SMALL),
+    Case(
+        "moe",
+        "speed",
+        35,
+        ({"shape": "qwen3-30b-a3b", "layers": 4, **_EVEN},),
+        smaller={"layers": 2},
+    ),
+    Case("plain", "plain", 30, (_MIDDLE,), smaller={"layers": 8}),
+    Case("rest", "rest", 5, ({"steps": 20},)),
+)
+NAMES = tuple(case.name for case in CASES)
+
+
+def find(name: str) -> Case:
+    """Return the case with this name."""
+    return CASES[NAMES.index(name)]
