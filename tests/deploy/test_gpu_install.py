@@ -92,7 +92,7 @@ def test_page_when_it_says_how_much_disk_then_doctor_and_environments_fit(
     config = GRPOConfig(experiment_name="e", trial_name="t")
     config.model.path, config.run_root = str(tmp_path), str(tmp_path)
     monkeypatch.setattr(local.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    said = re.search(r"make room for about ([\d.]+) GiB", str(local._disk(config)))
+    said = re.search(r"make room for about ([\d.]+) GiB", str(local._disk(config, None)))
     assert said is not None
     run_folder = float(said[1]) * 2**30 / 1e9
     [whole] = re.findall(r"\| (\d+) GB of disk \|", PAGE)
