@@ -26,6 +26,7 @@ _STARTERS = {"subprocess", "multiprocessing"}
 _STARTING_NAMES = {
     *("create_subprocess_exec", "create_subprocess_shell", "ProcessPoolExecutor"),
     *("posix_spawn", "posix_spawnp", "fork", "forkpty", "fork_exec"),
+    "start_s3",  # a store that is a Python program: not a small one
 }
 _EVENTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"}
 _SMALL = ("redis-server", "valkey-server", "nats-server", "uname")
