@@ -67,9 +67,12 @@ async def test_lent_box_when_several_commands_run_then_what_they_leave_stays(tmp
         await box.kill()
         with pytest.raises(NotFound, match="no such box"):
             await verifier.run("1")
-        assert ["sleep", nap(4243)] not in [
-            p.info["cmdline"] for p in psutil.process_iter(["cmdline"])
-        ]
+
+        def naps() -> bool:
+            found = (p.info["cmdline"] for p in psutil.process_iter(["cmdline"]))
+            return ["sleep", nap(4243)] in found
+
+        await until(lambda: not naps(), "the daemon's end")
 
 
 async def test_files_when_written_read_listed_and_removed_then_as_in_a_folder(tmp_path):
