@@ -44,10 +44,8 @@ from areal_weight_sync.store.redis import RedisStore
 
 IDS = [f"t{i}" for i in range(24)] + [f"s{i}" for i in range(6)]
 STEPS = int(os.environ.get("LEDGER_MODEL_STEPS", "60"))
-EXAMPLES = [
-    40,
-    pytest.param(int(os.environ.get("LEDGER_MODEL_EXAMPLES", "400")), marks=pytest.mark.long),
-]
+LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
+EXAMPLES = [40, pytest.param(int(os.environ.get("LEDGER_MODEL_EXAMPLES", "400")), marks=LONG)]
 
 IDLE_MS = 7 * 24 * 3600 * 1000
 ENDS = ("delivered", "rejected", "cancelled", "expired")
