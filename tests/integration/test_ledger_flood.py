@@ -79,13 +79,14 @@ class Scene:
 
     async def _worker(self) -> None:
         """As a rollout worker does: it keeps a lease whose group finds no room, and tries again."""
-        client, running = self.client(), set()
-        while True:
-            leases, _ = await client.lease_tasks("w", SLOTS, 1)
-            for lease in leases:
-                episode = asyncio.create_task(self._episode(client, lease))
-                running.add(episode)
-                episode.add_done_callback(running.discard)
+        client = self.client()
+        # Its episodes end with it, before their client closes: an error that nobody fetched is
+        # told at some later garbage collection, in the middle of another test.
+        async with asyncio.TaskGroup() as episodes:
+            while True:
+                leases, _ = await client.lease_tasks("w", SLOTS, 1)
+                for lease in leases:
+                    episodes.create_task(self._episode(client, lease))
 
     async def _episode(self, client: BufferClient, lease: object) -> None:
         task_id, version = lease.task.task_id, lease.policy_version  # type: ignore[attr-defined]

@@ -154,7 +154,11 @@ def named(trace: Sequence[Span], name: str) -> list[Span]:
 async def test_trace_when_updated_in_flight_and_a_server_dies_then_it_has_no_gap(
     stack: Stack, receiver: Receiver
 ) -> None:
-    """Rows 1 and 2 begin when row 0 is trained; under way, they see its update and a death."""
+    """Rows 1 and 2 begin when row 0 is trained; under way, they see its update and a death.
+
+    The servers stand still from the middle of these answers until both are done with the update
+    and one of them is dead: however fast a machine generates, no answer ends before.
+    """
     config = stack.config
     trainer = Process(
         stack.folder / "trainer.log", "areal_trainer", "--config", str(stack.config_file)
@@ -163,9 +167,14 @@ async def test_trace_when_updated_in_flight_and_a_server_dies_then_it_has_no_gap
     weight_sync = WeightSyncClient(config.endpoints.weight_sync)
     try:
         await asyncio.to_thread(stack.generating, 150, 0, 1)
+        for url in config.endpoints.inference:
+            await _post(f"{url}/pause_generation", {"mode": "in_place"})
         await asyncio.to_thread(Path(config.run_root, "publish").touch)
         await weight_sync.wait_for("both", lambda s: s.confirmed_version == 1, timeout=60)
+        await _post(f"{config.endpoints.inference[0]}/continue_generation", {})
+        await asyncio.to_thread(stack.generating, 200, 0)
         stack.processes["inference-0"].kill()
+        await _post(f"{config.endpoints.inference[1]}/continue_generation", {})
         assert await asyncio.to_thread(trainer.wait, 120) == 0, trainer.log[-3000:]
     finally:
         await weight_sync.close()
@@ -213,6 +222,11 @@ async def test_trace_when_updated_in_flight_and_a_server_dies_then_it_has_no_gap
     for _, segments in moved:
         assert "error.type" in segments[0].attributes
         assert segments[-1].attributes["gen_ai.response.finish_reasons"] == ["length"]
+
+
+async def _post(url: str, body: dict[str, str]) -> None:
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as reply:
+        reply.raise_for_status()
 
 
 def _trained(stack: Stack, step: int) -> list[int]:
