@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.plugins.costs import Costs
-from tests.plugins.order import Order
+from tests.plugins.order import Order, commit
 from tests.plugins.process_marker import ProcessMarker
 
 
@@ -17,7 +17,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("areal")
     group.addoption("--costs", type=Path, metavar="FOLDER", help="record what each test costs")
     group.addoption(
-        "--share", default="", metavar="COMMIT", help="only the share of a commit (of long tests)"
+        "--share",
+        type=commit,
+        metavar="COMMIT",
+        help="only the share of a commit (of long tests)",
     )
     group.addoption("--share-seconds", type=float, default=600.0, help="of one share (600)")
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from argparse import ArgumentTypeError
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -23,14 +25,21 @@ UNKNOWN_S = 5.0
 """Of a file or a long test that has not been recorded yet."""
 
 
+def commit(text: str) -> str:
+    """What `--share` takes; raises ArgumentTypeError for what is no hash."""
+    if re.fullmatch("[0-9a-f]{7,40}", text) is None:
+        raise ArgumentTypeError(f"{text!r}, expected a commit's hash: git rev-parse HEAD")
+    return text
+
+
 class Order:
     """The plugin."""
 
-    def __init__(self, share: str, share_s: float, *, longest_first: bool) -> None:
+    def __init__(self, share: str | None, share_s: float, *, longest_first: bool) -> None:
         """Runs all that is chosen, or of it the share of a commit.
 
         Args:
-            share: The commit's hash; empty: all.
+            share: The commit's hash; None: all.
             share_s: Seconds of one share, as recorded.
             longest_first: Whether files are put in order; False: as they are named.
         """

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from tests.plugins import order
-from tests.plugins.order import deal, page_of
+from tests.plugins.order import commit, deal, page_of
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = {f"test_{i}.py": ([f"test_{i}.py::a", f"test_{i}.py::b"], float(10 * i)) for i in range(9)}
@@ -33,6 +34,13 @@ def test_page_when_a_share_is_chosen_then_it_says_what_runs_and_what_waits() -> 
     (waits,) = (line for line in lines if line.startswith("not now"))
     assert waits.startswith("not now, share 1 (180 s): ")
     assert len(ran) + waits.count(".py") == len(UNITS)
+
+
+@pytest.mark.parametrize("text", ["", "main", "HEAD", "a0a0", "g" * 40, "a" * 41])
+def test_share_when_it_is_no_hash_then_refused_by_name(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="expected a commit's hash"):
+        commit(text)
+    assert commit("f873f2e4") == "f873f2e4"
 
 
 def run(pytester: pytest.Pytester, *arguments: str) -> list[str]:
