@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from tests.charts.rendering import of_kind, pods, refusal, render, render_ci
+from tests.charts.rendering import experiment, of_kind, pods, refusal, render, render_ci
 
 from areal.config.experiment import GRPOConfig, build_config
 from areal_launch.clusters.kubernetes import allocation_values
@@ -70,6 +70,19 @@ def test_cpus_when_no_gpus_are_asked_for_then_the_small_engine_stays_small():
         "limits": {"memory": "4Gi"},
     }
     assert resources(objects, "trainer")["limits"] == {"memory": "8Gi"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [("", 4), ("stack: {gpus_per_node: 8}\n", 8), ("stack:\n", 4), ("seed: 1\n", 4)],
+)
+def test_experiment_when_the_trainer_has_gpus_then_it_asks_for_them(config, expected, tmp_path):
+    """A trainer whose driver or torch build is wrong must end, and not train on the CPUs."""
+    file = tmp_path / "values.yaml"
+    config = f"model: {{path: models/m}}\n{config}" if config else ""
+    file.write_text(yaml.safe_dump({"trainer": {"gpusPerPod": 4}, "config": config}))
+    found = experiment(render("--values", str(file)))
+    assert found["stack"]["gpus_per_node"] == expected
 
 
 def test_prepare_when_the_trainer_holds_its_devices_then_it_asks_for_none_of_them():

@@ -117,6 +117,10 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- $_ := set $address "nats" (ternary (printf "nats://%s:4222" (include "areal.name" (list $ "nats"))) .Values.nats.externalUrl .Values.nats.enabled) }}
 {{- if .Values.weightSync.enabled }}{{ $_ := set $address "weight_store" (printf "http://%s:8500" (include "areal.name" (list $ "weight-sync"))) }}{{ end }}
 {{- $chart := dict "endpoints" $address "recipe" "/etc/areal/recipe/recipe.py" }}
+{{- /* With it, a trainer that finds no GPU in its pod ends; without it, it would train on the CPUs. */}}
+{{- if and .Values.trainer.gpusPerPod (not (get ($user.stack | default dict) "gpus_per_node")) }}
+{{- $_ := set $chart "stack" (dict "gpus_per_node" (int .Values.trainer.gpusPerPod)) }}
+{{- end }}
 {{- if .Values.tls.existingSecret }}
 {{- $_ := set $chart "security" (dict "tls_dir" "/etc/areal/tls") }}
 {{- end }}
