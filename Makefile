@@ -239,7 +239,8 @@ build/lock/.set-up: requirements/lock.txt
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	@touch $@
 
-manifests: $(STAMP) ## Generate manifests/rendered and the chart's copy of its example
+manifests: $(STAMP) ## Generate the chart's schema, its copy of an example, and manifests/rendered
+	PYTHONPATH=services:. $(BIN)/python tools/gen_chart_schema.py
 	$(BIN)/python tools/gen_manifests.py
 
 clean: ## Delete generated and cached files, but not the environment or runs

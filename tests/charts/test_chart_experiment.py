@@ -42,7 +42,8 @@ def test_experiment_when_rendered_then_it_is_the_example_with_endpoints(tmp_path
 def test_experiment_when_given_with_set_file_then_overrides_win_over_it(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(
-        "experiment_name: mine\nseed: 1234567\nbig: 67108864\nmodel: {path: 'm/${seed}/x'}\n"
+        "experiment_name: mine\nseed: 1234567\nmodel: {path: 'm/${seed}/x'}\n"
+        "train_dataset: {batch_size: 67108864}\n"
         "gconfig: {n_samples: 4, temperature: 0.7}\n"
     )
     objects = render(
@@ -50,7 +51,7 @@ def test_experiment_when_given_with_set_file_then_overrides_win_over_it(tmp_path
     )
     config = experiment(objects)
     assert config["gconfig"] == {"n_samples": 2, "temperature": 0.7}
-    assert config["big"] == 67108864
+    assert config["train_dataset"]["batch_size"] == 67108864
     (pod,) = [p for p in pods(objects) if p.component == "sglang"]
     assert "--model-path=/data/m/1234567/x" in pod.spec["containers"][0]["args"]
 

@@ -25,57 +25,39 @@ app.kubernetes.io/component: {{ index . 1 }}
 app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
+{{- with (index . 0).Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
-{{/* Image reference: (list $ "control" "override"). Fails without a repository: our images are not published, and docker.io/areal is not ours. */}}
+{{/* Image reference: (list $ "control" override). Fails without a repository: our images are not published, and docker.io/areal is not ours. */}}
 {{- define "areal.image" -}}
-{{- $image := (index . 0).Values.image }}{{ $name := index . 1 }}{{ $tag := $image.tag | default (index . 0).Chart.AppVersion }}
+{{- $root := index . 0 }}{{ $image := $root.Values.image }}{{ $name := index . 1 }}{{ $tag := $image.tag | default $root.Chart.AppVersion }}
 {{- $own := index . 2 | default (get $image.references $name) }}
-{{- if not (or $own $image.repository (eq $tag "dev")) }}
+{{- if not (or $own $image.repository $image.registry $root.Values.global.imageRegistry (eq $tag "dev")) }}
 {{- fail (printf "image.repository is empty, and no image of areal is published: push those of `make images` and set it, e.g. to registry.example.com/areal (image.references.%s: a single one; image.tag=dev: those built on the nodes)" $name) }}
 {{- end }}
-{{- $own | default (printf "%s/%s:%s" ($image.repository | default "areal") $name $tag) | quote }}
+{{- $default := dict "registry" $image.registry "repository" (printf "%s/%s" ($image.repository | default "areal") $name) "tag" $tag }}
+{{- include "areal.reference" (list $root (ternary (mergeOverwrite $default (ternary $own dict (kindIs "map" $own))) $own (or (not $own) (kindIs "map" $own)))) }}
 {{- end }}
 
-{{- define "areal.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
+{{/* A reference, quoted: (list $ text-or-map), the map with registry, repository, tag and digest. global.imageRegistry takes
+     the place of the registry of every image. */}}
+{{- define "areal.reference" -}}
+{{- $image := index . 1 }}{{ $registry := (index . 0).Values.global.imageRegistry }}
+{{- if kindIs "map" $image }}
+{{- $whole := ternary (printf "%s/%s" $image.registry $image.repository) $image.repository (ne ($image.registry | default "") "") }}
+{{- $image = ternary (printf "%s@%s" $whole $image.digest) (printf "%s:%s" $whole (toString $image.tag)) (ne ($image.digest | default "") "") }}
+{{- end }}
+{{- if $registry }}
+{{- $image = printf "%s/%s" $registry (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" $image "") }}
+{{- end }}
+{{- $image | quote }}
 {{- end }}
 
+{{/* Of the chart's own init containers and sidecars. A component's `securityContext` is for its own container. */}}
 {{- define "areal.securityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
-{{- end }}
-
-{{/* Fields that all pod specs share: (list $ component-values). */}}
-{{- define "areal.podSpec" -}}
-{{- $root := index . 0 }}{{ $values := index . 1 -}}
-securityContext:
-  {{- include "areal.podSecurityContext" . | nindent 2 }}
-enableServiceLinks: false
-automountServiceAccountToken: false
-{{- with $values.serviceAccountName }}
-serviceAccountName: {{ . }}
-{{- end }}
-{{- with $root.Values.image.pullSecrets }}
-imagePullSecrets: {{- range . }}
-  - name: {{ . }}
-{{- end }}
-{{- end }}
-{{- with $values.nodeSelector }}
-nodeSelector: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $values.tolerations }}
-tolerations: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $values.affinity }}
-affinity: {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- include "areal.context" (.Values.common.securityContext | default dict) }}
 {{- end }}
 
 {{/* `true` if servers mount no volume for weights, because weights are streamed or in an object store. Takes the experiment. */}}
@@ -143,12 +125,30 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 
 {{/* Number of replicas: (list $ values component). The live number stays until replicaCount changes; with an autoscaler it always stays.
-     If the chart set no number, an upgrade would remove the field, and the API server would set it to 1. */}}
+     If the chart set no number, an upgrade would remove the field, and the API server would set it to 1.
+     Nothing if replicaCount is null: then the number belongs to somebody else, e.g. under GitOps with an autoscaler. */}}
 {{- define "areal.replicas" -}}
+{{- if not (kindIs "invalid" (index . 1).replicaCount) }}
 {{- $root := index . 0 }}{{ $wanted := (index . 1).replicaCount | toString }}
 {{- $live := lookup "apps/v1" "Deployment" $root.Release.Namespace (include "areal.name" (list $root (index . 2))) | default dict }}
 {{- if dig "autoscaling" "enabled" false (index . 1) }}
 {{- $first := max (index . 1).replicaCount (index . 1).autoscaling.minReplicas }}
 {{- dig "spec" "replicas" $first $live | int }}
 {{- else if eq (dig "metadata" "annotations" "areal.io/replica-count" "" $live) $wanted }}{{ $live.spec.replicas | int }}{{ else }}{{ $wanted }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* The annotation from which an upgrade learns whether replicaCount has changed. Takes the component's values. */}}
+{{- define "areal.replicaCount" -}}
+{{- if not (kindIs "invalid" .replicaCount) }}areal.io/replica-count: {{ .replicaCount | quote }}{{ end }}
+{{- end }}
+
+{{/* The dotted keys of an experiment, as a list: (list prefix mapping sections). It descends into sections only. */}}
+{{- define "areal.paths" -}}
+{{- $prefix := index . 0 }}{{ $sections := index . 2 }}
+{{- range $key, $value := index . 1 }}
+{{- $path := printf "%s%s" $prefix $key }}
+- {{ $path | quote }}
+{{- if and (kindIs "map" $value) (has $path $sections) }}{{ include "areal.paths" (list (printf "%s." $path) $value $sections) }}{{ end }}
+{{- end }}
 {{- end }}

@@ -34,7 +34,7 @@
 - name: own-folder
   image: {{ include "areal.image" (list . "control" "") }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: [chown, "10001:10001", /data]
+  command: [chown, {{ printf "%v:%v" (.Values.common.podSecurityContext.runAsUser | default 10001 | int) (.Values.common.podSecurityContext.runAsGroup | default 10001 | int) | quote }}, /data]
   # The only container that runs as root, because chown needs it.
   securityContext:
     runAsUser: 0
@@ -49,8 +49,13 @@
 {{- end }}
 
 {{- define "areal.smallResources" -}}
-requests: {cpu: 10m, memory: 32Mi}
-limits: {memory: 256Mi}
+{{- toYaml .Values.common.initResources }}
+{{- end }}
+
+{{/* An address to listen on: (list $ port). */}}
+{{- define "areal.listen" -}}
+{{- $host := (index . 0).Values.common.listenAddress }}
+{{- ternary (printf "[%s]:%v" $host (index . 1)) (printf "%s:%v" $host (index . 1)) (contains ":" $host) }}
 {{- end }}
 
 {{/* The Job `prepare` creates or checks the model of version 0. Pods that read the model wait for that in this init container. */}}
@@ -78,6 +83,55 @@ limits: {memory: 256Mi}
     - {name: data, mountPath: /data, readOnly: true}
 {{- end }}
 
+{{/* The pod of one of the project's services; takes what `areal.service` takes. */}}
+{{- define "areal.serviceSpec" -}}
+{{- $ := .root }}{{ $values := index .root.Values .key }}{{ $listen := .listen | default 50051 }}{{ $port := ternary "http" "grpc" (eq $listen 8080) -}}
+terminationGracePeriodSeconds: {{ add .grace 10 }}
+{{- if .data }}
+initContainers: {{- include "areal.waitForModel" $ | nindent 2 }}
+{{- end }}
+containers:
+  - name: {{ .name }}
+    image: {{ include "areal.image" (list $ (.image | default "control") $values.image) }}
+    imagePullPolicy: {{ $.Values.image.pullPolicy }}
+    command: [areal-{{ .name }}]
+    args: [--config, /etc/areal/config/config.yaml, --listen, {{ include "areal.listen" (list $ $listen) | quote }}, --metrics, {{ include "areal.listen" (list $ 9100) | quote }}, --grace, {{ .grace | quote }}]
+    workingDir: {{ ternary "/data" "/tmp" (hasKey . "data") }}
+    env:
+      - {name: HOME, value: /tmp}
+      # With the pod's name, a restarted container is the same worker, and its earlier leases return at once.
+      - {name: AREAL_PROCESS, value: {{ .name }}}
+      {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 6 }}
+      {{- range .secrets }}
+      {{- include "areal.secretEnv" (list $ (index . 0) (index . 1)) | nindent 6 }}
+      {{- end }}
+      {{- with include "areal.tracingEnv" $ }}{{ . | nindent 6 }}{{ end }}
+    ports:
+      - {name: {{ $port }}, containerPort: {{ $listen }}}
+      - {name: metrics, containerPort: 9100}
+      {{- range $name, $number := .ports }}
+      - {name: {{ $name }}, containerPort: {{ $number }}}
+      {{- end }}
+    startupProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 300}
+    readinessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 3}
+    # Restarts a process that hangs. The limits are long, to spare a process that only lacks CPU time.
+    livenessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 15, timeoutSeconds: 10, failureThreshold: 12}
+    # Gives callers time to see in the Endpoints that the pod is leaving, before the process drains.
+    lifecycle: {preStop: {exec: {command: [sleep, "3"]}}}
+    securityContext: {{- include "areal.securityContext" $ | nindent 6 }}
+    resources: {{- toYaml $values.resources | nindent 6 }}
+    volumeMounts:
+      {{- include "areal.configMounts" $ | nindent 6 }}
+      {{- if .data }}
+      - {name: data, mountPath: /data, readOnly: {{ ne .data "write" }}}
+      {{- end }}
+volumes:
+  {{- include "areal.configVolumes" $ | nindent 2 }}
+  {{- if .data }}
+  {{- include "areal.dataVolume" $ | nindent 2 }}
+  {{- end }}
+{{- end }}
+
 {{/* The Deployment and Service of one of the project's services. Takes (dict "root" $ "key" "weightSync" "name" "weight-sync" "grace" 30).
      Optional keys: "secrets" (list variable key …), "data" "read" or "write", "listen" 8080, "account" (name of a ServiceAccount),
      "image" "weight-sync", "recreate" true, "ports" (dict name 8500) */}}
@@ -86,13 +140,11 @@ limits: {memory: 256Mi}
 {{- if $values.enabled -}}
 apiVersion: apps/v1
 kind: Deployment
-metadata:
-  name: {{ include "areal.name" $id }}
-  labels: {{- include "areal.labels" $id | nindent 4 }}
-  annotations:
-    areal.io/replica-count: {{ $values.replicaCount | quote }}
+metadata: {{- include "areal.workloadMeta" (dict "root" $ "component" .name "own" $values "annotations" (include "areal.replicaCount" $values | fromYaml)) | nindent 2 }}
 spec:
-  replicas: {{ include "areal.replicas" (list $ $values .name) }}
+  {{- with include "areal.replicas" (list $ $values .name) }}
+  replicas: {{ . }}
+  {{- end }}
   {{- if .data }}
   # The pod waits for the model until prepare's deadline; then its process starts.
   progressDeadlineSeconds: {{ add $.Values.prepare.deadlineSeconds 900 }}
@@ -101,73 +153,14 @@ spec:
   selector:
     matchLabels: {{- include "areal.selectorLabels" $id | nindent 6 }}
   template:
-    metadata:
-      labels: {{- include "areal.labels" $id | nindent 8 }}
-      annotations:
-        checksum/config: {{ include "areal.experiment" $ | sha256sum }}
-        {{- with include "areal.secretsChecksum" $ }}{{ printf "checksum/secrets: %s" . | nindent 8 }}{{ end }}
-        {{- with $values.podAnnotations }}{{ toYaml . | nindent 8 }}{{ end }}
-    spec:
-      {{- if .account }}
-      {{- include "areal.podSpec" (list $ $values) | replace "automountServiceAccountToken: false" "automountServiceAccountToken: true" | nindent 6 }}
-      {{- if not $values.serviceAccountName }}
-      serviceAccountName: {{ .account }}
-      {{- end }}
-      {{- else }}
-      {{- include "areal.podSpec" (list $ $values) | nindent 6 }}
-      {{- end }}
-      terminationGracePeriodSeconds: {{ add .grace 10 }}
-      {{- if .data }}
-      initContainers: {{- include "areal.waitForModel" $ | nindent 8 }}
-      {{- end }}
-      containers:
-        - name: {{ .name }}
-          image: {{ include "areal.image" (list $ (.image | default "control") $values.image) }}
-          imagePullPolicy: {{ $.Values.image.pullPolicy }}
-          command: [areal-{{ .name }}]
-          args: [--config, /etc/areal/config/config.yaml, --listen, "0.0.0.0:{{ $listen }}", --metrics, "0.0.0.0:9100", --grace, {{ .grace | quote }}]
-          workingDir: {{ ternary "/data" "/tmp" (hasKey . "data") }}
-          env:
-            - {name: HOME, value: /tmp}
-            # With the pod's name, a restarted container is the same worker, and its earlier leases return at once.
-            - {name: AREAL_PROCESS, value: {{ .name }}}
-            {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 12 }}
-            {{- range .secrets }}
-            {{- include "areal.secretEnv" (list $ (index . 0) (index . 1)) | nindent 12 }}
-            {{- end }}
-            {{- with include "areal.tracingEnv" $ }}{{ . | nindent 12 }}{{ end }}
-            {{- with $values.extraEnv }}{{ toYaml . | nindent 12 }}{{ end }}
-          ports:
-            - {name: {{ $port }}, containerPort: {{ $listen }}}
-            - {name: metrics, containerPort: 9100}
-            {{- range $name, $number := .ports }}
-            - {name: {{ $name }}, containerPort: {{ $number }}}
-            {{- end }}
-          startupProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 300}
-          readinessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 3}
-          # Restarts a process that hangs. The limits are long, to spare a process that only lacks CPU time.
-          livenessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 15, timeoutSeconds: 10, failureThreshold: 12}
-          # Gives callers time to see in the Endpoints that the pod is leaving, before the process drains.
-          lifecycle: {preStop: {exec: {command: [sleep, "3"]}}}
-          securityContext: {{- include "areal.securityContext" $ | nindent 12 }}
-          resources: {{- toYaml $values.resources | nindent 12 }}
-          volumeMounts:
-            {{- include "areal.configMounts" $ | nindent 12 }}
-            {{- if .data }}
-            - {name: data, mountPath: /data, readOnly: {{ ne .data "write" }}}
-            {{- end }}
-      volumes:
-        {{- include "areal.configVolumes" $ | nindent 8 }}
-        {{- if .data }}
-        {{- include "areal.dataVolume" $ | nindent 8 }}
-        {{- end }}
+    {{- $checksum := dict "checksum/config" (include "areal.experiment" $ | sha256sum) }}
+    {{- include "areal.podTemplate" (dict "root" $ "component" .name "own" $values "annotations" $checksum "account" .account "token" (hasKey . "account") "spec" (include "areal.serviceSpec" .)) | nindent 4 }}
 ---
 apiVersion: v1
 kind: Service
-metadata:
-  name: {{ include "areal.name" $id }}
-  labels: {{- include "areal.labels" $id | nindent 4 }}
+metadata: {{- include "areal.serviceMeta" (dict "root" $ "component" .name "own" $values) | nindent 2 }}
 spec:
+  {{- with include "areal.serviceFields" (list $ $values false) }}{{ . | nindent 2 }}{{ end }}
   selector: {{- include "areal.selectorLabels" $id | nindent 4 }}
   ports:
     - {name: {{ $port }}, port: {{ $listen }}, targetPort: {{ $port }}}
@@ -180,11 +173,9 @@ spec:
 # For clients outside the cluster. It does not expose the metrics port.
 apiVersion: v1
 kind: Service
-metadata:
-  name: {{ include "areal.name" $id }}-external
-  labels: {{- include "areal.labels" (list $ (printf "%s-external" .name)) | nindent 4 }}
+metadata: {{- include "areal.serviceMeta" (dict "root" $ "component" .name "own" $values "suffix" "-external") | nindent 2 }}
 spec:
-  type: {{ $values.service.type }}
+  {{- include "areal.serviceFields" (list $ $values true) | nindent 2 }}
   selector: {{- include "areal.selectorLabels" $id | nindent 4 }}
   ports:
     - name: {{ $port }}

@@ -5,23 +5,27 @@
 {{ max 1 (int .Values.trainer.gpusPerPod) }}
 {{- end }}
 
-{{/* The name has a hash of everything that the trainer runs with. A change therefore creates a new job;
-     neither operator would replace the pods of an existing one. */}}
-{{- define "areal.trainerName" -}}
-{{- $what := printf "%s%s%s%s%s" (include "areal.recipe" .) (include "areal.experiment" .) (toJson (list .Values.trainer .Values.image .Values.storage)) (include "areal.tracingEnv" .) (include "areal.secretsChecksum" .) }}
-{{- include "areal.name" (list $ "trainer") }}-{{ $what | sha256sum | trunc 8 }}
+{{/* A job's pods cannot be changed, so its name has a hash of its whole spec: another spec is another job, and the same name
+     means the same pods. Takes (list $ component spec), the spec with `@NAME@` where the name belongs. */}}
+{{- define "areal.jobName" -}}
+{{- include "areal.name" (list (index . 0) (index . 1)) }}-{{ index . 2 | fromYaml | toJson | sha256sum | trunc 8 }}
 {{- end }}
 
-{{- define "areal.trainerPodLabels" -}}
-{{- include "areal.labels" (list .root "trainer") }}
-{{- with .rank }}
-areal.io/trainer-rank: {{ . | quote }}
+{{/* What the trainer's processes read only once. The recipe and the experiment are mounted; their digests make a change of
+     them a change of the pod. */}}
+{{- define "areal.trainerDigests" -}}
+checksum/config: {{ include "areal.experiment" . | sha256sum }}
+checksum/recipe: {{ include "areal.recipe" . | sha256sum }}
 {{- end }}
+
+{{/* The pod template of the trainer; takes what `areal.trainerPod` takes. */}}
+{{- define "areal.trainerTemplate" -}}
+{{- $labels := dict }}{{ with .rank }}{{ $labels = dict "areal.io/trainer-rank" . }}{{ end }}
+{{- include "areal.podTemplate" (dict "root" .root "component" "trainer" "own" .root.Values.trainer "job" true "labels" $labels "annotations" (include "areal.trainerDigests" .root | fromYaml) "spec" (include "areal.trainerPod" .)) }}
 {{- end }}
 
 {{- define "areal.trainerPod" -}}
 {{- $ := .root }}{{ $values := .root.Values.trainer -}}
-{{ include "areal.podSpec" (list $ $values) }}
 terminationGracePeriodSeconds: {{ $values.gracePeriodSeconds }}
 {{- with .restartPolicy }}
 restartPolicy: {{ . }}
@@ -42,7 +46,7 @@ containers:
     # One process per pod; it reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     command: [areal-trainer]
     {{- end }}
-    args: [--config, /etc/areal/config/config.yaml, --listen, "0.0.0.0:50051", --metrics, "0.0.0.0:9100"]
+    args: [--config, /etc/areal/config/config.yaml, --listen, {{ include "areal.listen" (list $ 50051) | quote }}, --metrics, {{ include "areal.listen" (list $ 9100) | quote }}]
     workingDir: /data
     env:
       - {name: HOME, value: /tmp}
@@ -54,7 +58,6 @@ containers:
       {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 6 }}
       {{- with .env }}{{ toYaml . | nindent 6 }}{{ end }}
       {{- with include "areal.tracingEnv" $ }}{{ . | nindent 6 }}{{ end }}
-      {{- with $values.extraEnv }}{{ toYaml . | nindent 6 }}{{ end }}
     # No probes: ranks find each other by names that resolve only while pods are ready, and they do so
     # before any port is open. Instead, ranks watch each other, and all of them exit when one is lost.
     ports:
