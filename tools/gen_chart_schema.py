@@ -1,7 +1,7 @@
 """Writes what the chart checks values against: `make manifests`.
 
-- charts/areal/values.schema.json: tools/chart_schema.json, and in each component the fields of a pod
-  (`POD`) with the names that other charts have for them (`OTHER_NAMES`).
+- charts/areal/values.schema.json: tools/chart_schema.json, and in each component the fields of a
+  pod (`POD`) with the names that other charts have for them (`OTHER_NAMES`).
 - charts/areal/files/keys.json: the keys of an experiment, from the configuration's dataclasses.
   templates/validate.yaml refuses others in `config` and `overrides`.
 """

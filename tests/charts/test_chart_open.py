@@ -30,8 +30,10 @@ def test_values_when_a_person_brings_them_from_elsewhere_then_they_are_in_the_ob
     set_again = ("--set", f"image.repository={own}") if own else ()
     objects = objects_of(case["values"], tmp_path, *set_again)
     text = yaml.safe_dump_all(objects, width=10_000)
+    usual = render()  # which other tests validate
     for each in objects:
-        validate(each, "1.33")
+        if each not in usual:
+            validate(each, "1.33")
     for shown in case.get("shows", []):
         assert shown in text.replace("'", '"'), shown
     for gone in case.get("absent", []):

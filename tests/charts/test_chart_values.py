@@ -7,7 +7,7 @@ import yaml
 from tests.charts.rendering import CHART, refusal, render, render_ci
 
 MISTAKES = [
-    ("sglang.replicaCount=many", "sglang.replicaCount: Invalid type. Expected: integer"),
+    ("sglang.replicaCount=many", "sglang.replicaCount: Invalid type. Expected: [integer,null]"),
     ("sglang.replicas=2", "Additional property replicas is not allowed"),
     ("trainer.workload=MPIJob", 'must be one of the following: "PyTorchJob", "TrainJob", "Job"'),
     ("weightSync.replicaCount=2", "weightSync.replicaCount does not match: 1"),
