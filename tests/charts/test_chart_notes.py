@@ -1,47 +1,19 @@
 """What `helm install` says at its end."""
 
-import tempfile
-from pathlib import Path
-
 from tests.charts.fake_cluster import cluster
 from tests.charts.rendering import CHART, IMAGES, NAMESPACE, helm
 
 JOB = (*IMAGES, "--set", "trainer.workload=Job")
 
 
-# A release that helm finds, without a cluster that would have kept it.
-RELEASE = """
-- name: areal
-  namespace: {namespace}
-  version: {version}
-  info: {{status: deployed}}
-  manifest: ""
-  chart: {{metadata: {{name: areal, version: 0.1.0, apiVersion: v2}}}}
-"""
-
-
-def _shown(command, arguments, **variables):
-    """What helm prints of a release that it would make in an empty cluster."""
+def notes(*arguments):
+    """As an installation in an empty cluster shows them."""
     with cluster() as address:
         server = ("--dry-run=server", "--disable-openapi-validation", "--kube-apiserver", address)
         place = ("--namespace", NAMESPACE, *server)
-        done = helm(command, "areal", str(CHART), *place, *JOB, *arguments, **variables)
+        done = helm("install", "areal", str(CHART), *place, *JOB, *arguments)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def notes(*arguments):
-    """As an installation shows them."""
-    return _shown("install", arguments).partition("\nNOTES:\n")[2]
-
-
-def upgraded(revision):
-    """All that an upgrade to that revision shows."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "releases.yaml"
-        file.write_text(RELEASE.format(namespace=NAMESPACE, version=revision - 1))
-        memory = {"HELM_DRIVER": "memory", "HELM_MEMORY_DRIVER_DATA": str(file)}
-        return _shown("upgrade", (), **memory)
+    return done.stdout.partition("\nNOTES:\n")[2]
 
 
 def test_notes_when_installed_then_they_say_how_to_see_what_keeps_pods_from_starting():
@@ -52,3 +24,20 @@ def test_notes_when_installed_then_they_say_how_to_see_what_keeps_pods_from_star
         assert part in command
     assert "image that cannot be pulled" in said
     assert "--wait" in said
+
+
+def test_notes_when_a_recipe_only_mentions_prepare_model_then_they_say_how_to_copy(tmp_path):
+    recipe = tmp_path / "recipe.py"
+    copying = "The recipe has no prepare_model"
+    for text, shown in (
+        ('"""No prepare_model here: copy one."""\n', True),
+        ("def prepare_model(config, path):\n    pass\n", False),
+        ("from warm import prepare_model\n", False),
+    ):
+        recipe.write_text(text)
+        assert (copying in notes("--set-file", f"recipe={recipe}")) is shown, text
+
+
+def test_notes_when_a_value_is_read_by_nothing_then_it_is_named():
+    assert "not read by the chart: global.redis." in notes("--set", "global.redis.host=x")
+    assert "not read" not in notes("--set", "global.imageRegistry=mirror.corp")

@@ -143,6 +143,13 @@ def test_trainer_when_the_cluster_has_no_operator_then_it_is_refused_with_the_wa
     assert render(*chosen), "without a cluster nothing is known"
 
 
+def test_job_when_the_cluster_is_too_old_for_it_then_it_is_refused_with_the_way_out():
+    """Helm itself says `unknown field "completionMode"`."""
+    listed = ("--api-versions", "apps/v1/Deployment", "--set", "trainer.workload=Job")
+    assert "set trainer.workload=PyTorchJob" in refusal(*listed, "--kube-version", "1.28.3")
+    assert render(*listed, "--kube-version", "1.29.0")
+
+
 def redis(size, storage_class="fast"):
     meta = {"name": "areal-redis", "namespace": NAMESPACE}
     storage = {"resources": {"requests": {"storage": size}}, "storageClassName": storage_class}
