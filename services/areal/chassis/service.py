@@ -118,9 +118,13 @@ class Server:
 
 
 def split_address(address: str, key: str) -> tuple[str, int]:
-    """Splits `host:port`; raises ConfigError that names `key`."""
+    """Splits `host:port`, an IPv6 host in brackets; raises ConfigError that names `key`."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ConfigError(f"{key} {address!r}: expected [address]:port, since this is IPv6")
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{key} {address!r}: expected host:port")
     return host, int(port)
 
@@ -129,7 +133,7 @@ def check_address(address: str, key: str, security: Security) -> None:
     """Refuses an address that is taken, or open to the network without a token, in one line."""
     host, port = split_address(address, key)
     security.check_bind(host, key)
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
