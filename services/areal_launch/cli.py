@@ -127,6 +127,10 @@ def run(
         bool, typer.Option("--keep", help="Kubernetes: keep the release after training.")
     ] = False,
     accept_changes: AcceptChanges = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Kubernetes, Slurm: print what would be made, and stop."),
+    ] = False,
 ) -> int:
     """Start everything the recipe needs, here or on a cluster, then train and clean up.
 
@@ -140,6 +144,11 @@ def run(
     from areal_launch.commands.run import run_on
 
     recipe, chosen = find_recipe(recipe, overrides or [])
+    if dry_run:
+        from areal_launch.commands.dry_run import describe_run
+
+        typer.echo(describe_run(on, recipe, config, chosen))
+        return 0
     return run_on(
         on, recipe, config, chosen, as_json=json, keep=keep, accept_changes=accept_changes
     )

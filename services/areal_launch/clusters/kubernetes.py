@@ -177,6 +177,11 @@ class Release:
         hint = "`make setup` installs one"
         return run_command([*self.helm_command, *arguments], hint, timeout=HELM_TIMEOUT_S)
 
+    def render(self) -> str:
+        """Returns the objects that `install` would make in an empty namespace; asks no cluster."""
+        argv = ["helm", "template", *self._where, *self.chart_arguments()]
+        return run_command(argv, "`make setup` installs one", timeout=HELM_TIMEOUT_S)
+
     def install(self) -> None:
         """Installs or upgrades; does not wait for pods."""
         create = ["--create-namespace"] if self._where else []
