@@ -204,8 +204,6 @@ class Box:
             "argv": list(argv),
             "args": list(arguments),
             "files": dict(files or {}),
-            "stdin": base64.b64encode(stdin).decode(),
-            "keep_stdin": keep_stdin,
             "env": dict(environment or {}),
             "cwd": folder,
             "seconds": seconds or self._limits.seconds,
@@ -215,6 +213,9 @@ class Box:
         command = self.commands[number] = Command(self, number, request)
         try:
             await self.send(request)
+            # Not with the request: its process is a fork of the one that reads requests, and must
+            # not find in its own memory what a later part of it alone is to read.
+            await command.write(stdin, eof=not keep_stdin)
         except BaseException:
             self.commands.pop(number, None)
             raise
@@ -288,9 +289,12 @@ class Box:
         """The session has ended, and all that ran in it."""
         commands, self.commands = self.commands, {}
         for command in commands.values():
-            if not command.pid.done():
+            # What a program that runs does to its box is no failure of the machine.
+            began = command.pid.done()
+            if not began:
                 command.pid.set_result(0)
-            command.put(Ended(137, cause, 0.0, 0, failed))
+            ended = cause or ("killed" if began else "")
+            command.put(Ended(137, ended, 0.0, 0, "" if began else failed))
 
     def _end(self, cause: Cause) -> None:
         """The process has ended."""
