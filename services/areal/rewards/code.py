@@ -29,7 +29,7 @@ import sys
 del sys.path[0]  # what another program of the box wrote is not for the tests to import
 for name, text in {sources!r}.items():
     module = sys.modules[name] = type(sys)(name)
-    exec(compile(text, name + ".py", "exec"), module.__dict__)
+    exec(compile(text, name, "exec"), module.__dict__)
 module.main()
 """
 
@@ -107,7 +107,7 @@ def _program() -> str:
     """What runs in the box: the files of code_tests, as it has no file of this machine."""
     folder = Path(code_tests.__file__).parent
     sources = {
-        name: (folder / f"{name}.py").read_text(encoding="utf-8")
+        f"{code_tests.__name__}.{name}": (folder / f"{name}.py").read_text(encoding="utf-8")
         for name in ("far", "values", "wire", "solution", "tests")
     }
     return _PROGRAM.format(sources=sources)

@@ -1,6 +1,7 @@
 """An object of the other process, as tests and code under test see it.
 
-A bare interpreter runs this file inside a box; it imports nothing but the standard library.
+A bare interpreter runs this file inside a box; it imports nothing but the standard library and the
+other files of this folder.
 """
 
 import copy

@@ -10,16 +10,11 @@ import os
 import sys
 import types
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from areal.rewards.code_tests.far import KINDS, OPERATIONS
-    from areal.rewards.code_tests.values import Table, standard
-    from areal.rewards.code_tests.wire import Peer
-else:
-    from far import KINDS, OPERATIONS
-    from values import Table, standard
-    from wire import Peer
+from areal.rewards.code_tests.far import KINDS, OPERATIONS
+from areal.rewards.code_tests.values import Table, is_namedtuple, standard
+from areal.rewards.code_tests.wire import Peer
 
 _PRINTED = 1 << 14
 _ROOM_TO_RECURSE = 100
@@ -98,6 +93,8 @@ class Solution(Peer):
             return ["coroutine", *self.pack_far(value)[1:]]
         if isinstance(value, (*self._classes, enum.Enum)):
             return self.pack_far(value, content=self._content(value) is not value)
+        if is_namedtuple(value):
+            return table.pack_namedtuple(value)
         content = self._content(value)
         return self.pack_far(value) if content is value else table.pack(content)
 

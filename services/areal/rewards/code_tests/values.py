@@ -1,18 +1,16 @@
 """Values as JSON: plain ones are copied, and all else is left to a Peer (wire.py).
 
-A bare interpreter runs this file inside a box; it imports nothing but the standard library.
+A bare interpreter runs this file inside a box; it imports nothing but the standard library and the
+other files of this folder.
 """
 
 import importlib
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from areal.rewards.code_tests.far import is_far
-else:
-    from far import is_far
+from areal.rewards.code_tests.far import is_far
 
 LARGE = 1 << 63
 CONTAINERS: dict[str, type] = {
@@ -96,10 +94,12 @@ class Table:
         if _is_array(value):
             shape = list(value.shape) if kind.__name__ == "ndarray" else None
             return ["numpy", value.dtype.str, shape, value.tobytes().decode("latin-1")]
-        if issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple:
-            items = [self.pack(each) for each in tuple.__iter__(value)]
-            return ["namedtuple", kind.__name__, list(kind._fields), items]
         return self._peer.pack_other(self, value)
+
+    def pack_namedtuple(self, value: Any) -> list[Any]:
+        """Returns a tuple with names as JSON."""
+        items = [self.pack(each) for each in tuple.__iter__(value)]
+        return ["namedtuple", type(value).__name__, list(value._fields), items]
 
     def unpack(self, data: Any) -> Any:
         """Returns the value; raises an exception for what no `pack` makes."""
@@ -165,6 +165,11 @@ class Table:
         if number == len(self.objects):
             self.objects.append(value)
         return number
+
+
+def is_namedtuple(value: Any) -> bool:
+    """Whether it is a tuple with names."""
+    return isinstance(value, tuple) and type(getattr(value, "_fields", None)) is tuple
 
 
 def _is_flat(value: list[Any]) -> bool:

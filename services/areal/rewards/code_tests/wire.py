@@ -8,7 +8,8 @@ bytes of length; unlike pickle, it cannot run code in the process that reads it.
     request   do, args, objects (mutable values of args, by number), dropped (handles)
     reply     value or error, objects (further ones), changed (number and content), printed
 
-A bare interpreter runs this file inside a box; it imports nothing but the standard library.
+A bare interpreter runs this file inside a box; it imports nothing but the standard library and the
+other files of this folder.
 
 | waits for            | unblocked by                                          |
 |----------------------|-------------------------------------------------------|
@@ -19,14 +20,10 @@ import json
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from areal.rewards.code_tests.far import Far, FarCallable
-    from areal.rewards.code_tests.values import Table
-else:
-    from far import Far, FarCallable
-    from values import Table
+from areal.rewards.code_tests.far import Far, FarCallable
+from areal.rewards.code_tests.values import Table
 
 ERRORS = (
     *("json.decoder", "decimal", "re", "sre_constants", "statistics", "struct", "queue"),
