@@ -135,13 +135,16 @@ def names(tree: ast.Module, text: str, offered: set[str]) -> tuple[set[str], dic
     A name of Python is Python's, unless the code offers no other that the tests use: then it is
     what they test. A module of the standard library is the module, whatever the code calls so.
     """
-    used, bound, dotted = set(), set(), set()
-    attributes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    bare = set()
+    used, bound, bare = set(), set(), set()
+    dotted: dict[str, set[str]] = {}
+    parents = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-            (dotted if id(node) in attributes else bare).add(node.id)
+            if id(node) in parents:
+                dotted.setdefault(node.id, set()).add(parents[id(node)].attr)
+            else:
+                bare.add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             bound.add(node.name)
         elif isinstance(node, ast.arg):
@@ -149,11 +152,12 @@ def names(tree: ast.Module, text: str, offered: set[str]) -> tuple[set[str], dic
         elif isinstance(node, ast.alias):
             bound.add((node.asname or node.name).partition(".")[0])
     local = {}
-    for name in dotted - bare - bound:
-        module = ALIASES.get(name, name)
-        if module != name or name in sys.stdlib_module_names:
+    for name in dotted.keys() - bare - bound:
+        if name in ALIASES or name in sys.stdlib_module_names:
             with suppress(ImportError):
-                local[name] = importlib.import_module(module)
+                module = importlib.import_module(ALIASES.get(name, name))
+                if all(hasattr(module, each) for each in dotted[name]):
+                    local[name] = module
     python = set(dir(builtins))
     free = (used - bound - set(local)) & offered
     tested = free - python or free
@@ -170,20 +174,36 @@ def uncalled(tree: ast.Module, space: dict[str, Any]) -> None:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     }
     for node in tree.body:
-        value = space.get(getattr(node, "name", ""))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            required = len(node.args.args) - len(node.args.defaults)
-            if node.name not in called and not required and not node.args.kwonlyargs:
-                value()
-        elif isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test"):
-            if node.name not in called and not node.args.args:
-                importlib.import_module("asyncio").run(value())
-        elif isinstance(node, ast.ClassDef) and node.name not in called:
-            unittest = sys.modules.get("unittest")
-            if unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
-                suite = unittest.defaultTestLoader.loadTestsFromTestCase(value)
-                if not unittest.TextTestRunner(stream=sys.stderr).run(suite).wasSuccessful():
-                    raise AssertionError(f"{node.name} failed")
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        value = space.get(node.name)
+        if node.name in called or not callable(value):
+            continue
+        if isinstance(node, ast.ClassDef):
+            run_class(value)
+        elif node.name.startswith("test"):
+            run_function(value)
+
+
+def run_class(made: Any) -> None:
+    """Runs the tests of a class: of unittest, or one that pytest would find."""
+    unittest = sys.modules.get("unittest")
+    if unittest and isinstance(made, type) and issubclass(made, unittest.TestCase):
+        suite = unittest.defaultTestLoader.loadTestsFromTestCase(made)
+        if not unittest.TextTestRunner(stream=sys.stderr).run(suite).wasSuccessful():
+            raise AssertionError(f"{made.__name__} failed")
+    elif made.__name__.startswith("Test"):
+        for name in [each for each in vars(made) if each.startswith("test")]:
+            each = made()
+            getattr(each, "setup_method", lambda: None)()
+            run_function(getattr(each, name))
+
+
+def run_function(function: Any) -> None:
+    """Runs a test; one that needs arguments, such as pytest's fixtures, is a failure."""
+    result = function()
+    if isinstance(result, types.CoroutineType):
+        importlib.import_module("asyncio").run(result)
 
 
 def run(peer: Tests, code: str, tests: str) -> None:

@@ -100,6 +100,9 @@ class Peer:
             except Exception as error:
                 self.broken(f"a reply that cannot be read: {error!r}")
         self.hear(printed)
+        if failed and do != "next" and isinstance(result, StopIteration | StopAsyncIteration):
+            # It would end a loop of the tests (`map`, `async for`) as if there were no more to do.
+            raise RuntimeError(f"{do}: raised {type(result).__name__}") from result
         if failed:
             raise result
         return result
