@@ -46,7 +46,7 @@ NOBODY = 65534
 PLAIN = sys.argv[1] if len(sys.argv) > 1 else ""
 FOLDER = PLAIN or "/tmp"
 READABLE = sys.argv[2:]
-AT_HAND = "bisect collections copy functools heapq itertools math random re string"
+AT_HAND = "ast bisect collections copy functools heapq itertools math random re string"
 """What short programs import most: imported before the first fork."""
 
 
