@@ -209,3 +209,12 @@ async def test_outcome_when_tests_fail_then_it_has_the_exception_and_what_was_pr
     assert outcome.stdout == ""
     assert "halving 2" in outcome.stderr
     assert "assert half(2) == 1" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["half = 1\0", "half = '\ud800", "(" * 100_000, "x = " + "-" * 100_000, "\ufeff", "\f"],
+    ids=["NUL", "surrogate", "parentheses", "signs", "BOM", "spaces"],
+)
+async def test_score_when_code_is_no_python_then_it_is_0(sandbox, code):
+    assert await code_reward(sandbox, code, "assert half(2) == 1", limits=Limits(seconds=60)) == 0.0

@@ -185,6 +185,10 @@ class FarCallable(Far):
         return bool(self._far_ask("subclass", value))
 
 
+for _kind in (Far, FarCallable):  # each has a text of its own, which is not the object's
+    setattr(_kind, "__doc__", property(lambda self: self._far_ask("getattr", "__doc__")))  # noqa: B010
+
+
 def is_far(value: Any) -> bool:
     """Whether it is one; isinstance would ask what it says that it is."""
     return Far in type(value).__mro__
