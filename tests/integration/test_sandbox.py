@@ -15,6 +15,7 @@ import pytest
 from areal.errors import InvalidInput
 from areal.rewards.code import code_reward, final_code
 from areal.rewards.sandbox import Limits, Sandbox
+from areal.rewards.sandbox.box import Box
 
 
 def boxes_work() -> str:
@@ -255,6 +256,18 @@ def test_box_when_its_service_is_not_root_then_programs_write_only_to_folders_th
 
 async def test_box_when_its_service_is_this_user_then_programs_write_to_the_same_folders(sandbox):
     assert set((await sandbox.run(WRITABLE)).stdout.split()) == {"/tmp", "/dev/shm"}
+
+
+async def test_box_when_input_comes_after_its_program_has_ended_then_the_next_program_runs():
+    box = Box()
+    await box.start()
+    for _ in range(2):
+        await box.open(SHORT)
+        command = await box.run(argv=["true"], last=True)
+        await box.closed()
+        assert command.ended.exit_code == 0
+        await command.write(b"late", eof=True)
+    await box.close()
 
 
 async def test_packages_are_there_if_named(tmp_path):

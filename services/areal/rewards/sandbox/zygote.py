@@ -73,6 +73,8 @@ def main() -> None:
     program = base64.b64decode((receive(requests) or {})["seccomp"])
     send(answers, {"ready": True})
     while (request := receive(requests)) is not None:
+        if "open" not in request:
+            continue  # input or a signal for a program that has ended meanwhile
         child = os.fork()
         if child == 0:
             (init if PLAIN else guard)(request["open"], program, requests, answers)
