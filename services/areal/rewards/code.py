@@ -87,7 +87,8 @@ def final_code(completion: str) -> str:
 
     A block without an end, as an answer has it that was cut off, extends to the end of the text.
     """
-    code, fence, block = completion, "", None
+    code, fence = completion, ""
+    block: list[str] | None = None
     for line in completion.splitlines(keepends=True):
         found = _FENCE.match(line)
         if not fence:

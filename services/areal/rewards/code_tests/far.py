@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 KINDS: dict[str, Any] = {
-    kind.__name__: kind
+    str(kind.__name__): kind
     for kind in (
         *(int, float, complex, bool, str, bytes, bytearray, list, tuple, dict, set, frozenset),
         *(range, slice, object, map, filter, zip, enumerate, reversed, type(None)),
@@ -85,7 +85,7 @@ class Far:
     def _far_ask(self, do: str, *arguments: Any) -> Any:
         return self._far_peer.ask(do, self, *arguments)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # isinstance looks at it
         kind = KINDS.get(self._far_shape["type"])
         return kind or self._far_ask("getattr", "__class__")

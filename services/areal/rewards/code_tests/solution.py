@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import types
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -18,7 +19,20 @@ from areal.rewards.code_tests.wire import Peer
 
 _PRINTED = 1 << 14
 _ROOM_TO_RECURSE = 100
-_SCALARS = (bool, int, float, complex, str, bytes)
+# Plain types, and what reads the content of an instance past methods that its class overrides.
+_CONTENTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (int, int.__int__),
+    (float, float.__float__),
+    (str, str.__str__),
+    (complex, lambda value: complex(value.real, value.imag)),
+    (bytes, lambda value: bytes.__getitem__(value, slice(None))),
+    (dict, lambda value: {key: dict.__getitem__(value, key) for key in dict.__iter__(value)}),
+    (list, lambda value: list(list.__iter__(value))),
+    (tuple, lambda value: tuple(tuple.__iter__(value))),
+    (set, lambda value: set(set.__iter__(value))),
+    (frozenset, lambda value: frozenset(frozenset.__iter__(value))),
+    (bytearray, lambda value: bytearray(bytearray.__iter__(value))),
+)
 
 
 class Kept(io.RawIOBase):
@@ -59,7 +73,7 @@ class Solution(Peer):
         self._module = types.ModuleType("solution")
         self._classes: tuple[type, ...] = ()
         self._loop: Any = None
-        self._kept = Kept()
+        self._kept: Any = Kept()
 
     def serve(self, do: str, arguments: list[Any]) -> Any:
         """Does what the tests ask."""
@@ -108,7 +122,7 @@ class Solution(Peer):
 
     def printed(self) -> str:
         """What the code printed since the last reply."""
-        return self._kept.take()
+        return str(self._kept.take())
 
     def broken(self, why: str) -> NoReturn:
         """The tests have ended."""
@@ -128,18 +142,9 @@ class Solution(Peer):
     @staticmethod
     def _content(value: Any) -> Any:
         """The plain value in an object whose class is derived from a plain value's; else itself."""
-        for scalar in _SCALARS:
-            if isinstance(value, scalar):
-                if scalar is complex:
-                    return complex(value.real, value.imag)
-                if scalar is bytes:
-                    return bytes.__getitem__(value, slice(None)) if len(value) else b""
-                return getattr(scalar, f"__{scalar.__name__}__", scalar)(value)
-        if isinstance(value, dict):
-            return {key: dict.__getitem__(value, key) for key in dict.__iter__(value)}
-        for base in (list, tuple, set, frozenset, bytearray):
-            if isinstance(value, base):
-                return base(base.__iter__(value))
+        for kind, read in _CONTENTS:
+            if isinstance(value, kind):
+                return read(value)
         return value
 
 

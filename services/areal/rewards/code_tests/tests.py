@@ -135,7 +135,9 @@ def names(tree: ast.Module, text: str, offered: set[str]) -> tuple[set[str], dic
     A name of Python is Python's, unless the code offers no other that the tests use: then it is
     what they test. A module of the standard library is the module, whatever the code calls so.
     """
-    used, bound, bare = set(), set(), set()
+    used: set[str] = set()
+    bound: set[str] = set()
+    bare: set[str] = set()
     dotted: dict[str, set[str]] = {}
     parents = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
