@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from areal.errors import InvalidInput
 from areal.rewards.code import code_reward, final_code
 from areal.rewards.sandbox import Limits, Sandbox
+from areal.rewards.sandbox.box import Box
 
 
 def boxes_work() -> str:
@@ -76,6 +78,16 @@ BOMBS = {
         "memory",
     ),
     "output": ("while True: print('x' * 1000)", "output"),
+    "memory that processes share": (
+        "import mmap, os, time\nm = mmap.mmap(-1, 256 << 20)\nif os.fork():\n"
+        " for at in range(0, len(m), 4096): m[at] = 1\ntime.sleep(60)",
+        "memory",
+    ),
+    "shared memory of many": (
+        "import mmap, os, time\nfor _ in range(3): os.fork()\nm = mmap.mmap(-1, 40 << 20)\n"
+        "for at in range(0, len(m), 4096): m[at] = 1\ntime.sleep(60)",
+        "memory",
+    ),
 }
 
 
@@ -107,6 +119,13 @@ ESCAPES = {
     "files of pid 1": "import os; os.listdir('/proc/1/fd')",
     "devices": "import os; os.mknod('disk', 0o60600, os.makedev(8, 0))",
     "another user": "import os; os.setuid(0)",
+    "memory without a name": "import os; os.memfd_create('x')",
+    "the kernel's own sockets": "import socket; socket.socket(16, socket.SOCK_RAW)",
+    "the limits of pid 1": "import resource as r; r.prlimit(1, r.RLIMIT_NOFILE, (1, 1))",
+    "shared memory of System V": (
+        "import ctypes; l = ctypes.CDLL(None)\n"
+        "if l.shmget(0, 1 << 20, 0o1600) == l.msgget(0, 0o1600) == -1: raise OSError('refused')"
+    ),
 }
 
 
@@ -183,6 +202,72 @@ async def test_a_box_that_was_killed_is_replaced():
     assert (await running).cause == "memory"  # as when the kernel takes it
     assert (await sandbox.run("print(1)")).stdout == "1\n"
     await sandbox.close()
+
+
+WRITABLE = """
+import os
+places = {line.split()[4] for line in open('/proc/self/mountinfo')}
+for place in list(places):
+    if place != '/proc' and os.path.isdir(place):
+        places |= {os.path.join(place, name) for name in os.listdir(place)}
+for place in sorted(places):
+    for name in ('left', 'sitecustomize.py'):
+        try:
+            open(os.path.join(place, name), 'a').write('x')
+            print(place)
+        except OSError:
+            pass
+"""
+OTHER_USER = 4242
+OTHER_PYTHON = "/usr/bin/python3" if os.getuid() == 0 else sys.executable
+
+
+def as_other_user(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code as an ordinary user, as services in containers do, if this one is root."""
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    services = str(Path(__file__).parents[2] / "services")
+    user = {"user": OTHER_USER, "group": OTHER_USER, "extra_groups": []} if not os.getuid() else {}
+    return subprocess.run(
+        [OTHER_PYTHON, "-B", "-c", code],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": ":".join([services, *packages])},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+        **user,
+    )
+
+
+def test_box_when_its_service_is_not_root_then_programs_write_only_to_folders_that_end_with_them():
+    if "ok" not in as_other_user("import areal.rewards.sandbox; print('ok')").stdout:
+        pytest.skip(f"user {OTHER_USER} may not read this checkout and its packages")
+    ran = as_other_user(
+        "import asyncio\nfrom areal.rewards.sandbox import Sandbox\n"
+        f"code = {WRITABLE!r}\n"
+        "async def main():\n s = Sandbox(slots=1)\n"
+        " print((await s.run(code)).stdout, '--', (await s.run(code.replace(\"'a'\", \"'r'\")))"
+        ".stdout)\n await s.close()\n"
+        "asyncio.run(main())"
+    )
+    wrote, _, found = ran.stdout.partition("--")
+    assert set(wrote.split()) == {"/tmp", "/dev/shm"}, ran
+    assert found.split() == []
+
+
+async def test_box_when_its_service_is_this_user_then_programs_write_to_the_same_folders(sandbox):
+    assert set((await sandbox.run(WRITABLE)).stdout.split()) == {"/tmp", "/dev/shm"}
+
+
+async def test_box_when_input_comes_after_its_program_has_ended_then_the_next_program_runs():
+    box = Box()
+    await box.start()
+    for _ in range(2):
+        await box.open(SHORT)
+        command = await box.run(argv=["true"], last=True)
+        await box.closed()
+        assert command.ended.exit_code == 0
+        await command.write(b"late", eof=True)
+    await box.close()
 
 
 async def test_packages_are_there_if_named(tmp_path):

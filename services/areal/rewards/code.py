@@ -1,23 +1,37 @@
-r"""Scores code that a model wrote by its tests. The code runs in a box (areal.rewards.sandbox).
+r"""Scores code that a model wrote by its tests. Both run in a box (areal.rewards.sandbox).
 
     sandbox = Sandbox()
 
     async def reward(completion: str, tests: str) -> float:
         return await code_reward(sandbox, completion, tests)
 
-The score is in the last line that the program prints, after a word that it cannot know before its
-tests have ended. So code that ends the interpreter early (`os._exit(0)`) does not pass. Code and
-tests share an interpreter, so code that looks for the tests on purpose can still cheat.
+The code and its tests run in two processes (areal.rewards.code_tests): the code sees neither the
+tests nor what they expect, only the arguments of calls, and the tests compare what it returns. At
+their end the tests print a word that the process of the code cannot read. docs/isolation.md says
+what tests can use of the code, and what a test cannot tell.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
+from dataclasses import replace
+from pathlib import Path
 
+from areal.rewards import code_tests
 from areal.rewards.sandbox import Limits, Outcome, Sandbox
 
-_BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)")
+_PYTHON = ("", "py", "python", "python3", "python2", "py3")
+_PROGRAM = """
+import sys
+del sys.path[0]  # what another program of the box wrote is not for the tests to import
+for name, text in {sources!r}.items():
+    module = sys.modules[name] = type(sys)(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+module.main()
+"""
 
 
 async def code_reward(
@@ -26,36 +40,75 @@ async def code_reward(
     tests: str,
     *,
     prefix: str = "",
+    stdin: str = "",
     limits: Limits | None = None,
 ) -> float:
     r"""Returns 1.0 if the completion's code and then the tests run to their end, else 0.0.
 
     Args:
         sandbox: Where the code and the tests run.
-        completion: The model's text. Its last fenced block is the code; without one, all of it.
-        tests: Python source, e.g. `assert double(2) == 4`; an exception is a failure.
+        completion: The model's text. Its last fenced block of Python is the code; without one, all
+            of it.
+        tests: Python source, e.g. `assert double(2) == 4`; an exception is a failure. Functions
+            `test…` without arguments and `unittest.TestCase`s that it defines but does not call
+            run, too.
         prefix: Source before the code, e.g. the prompt of a model that completes text.
-        limits: What the program may use; None: the defaults of `Limits`.
+        stdin: What the code reads from standard input.
+        limits: What the code and its tests may use together; None: the defaults of `Limits`.
 
     Raises:
         CannotStart: This machine cannot start a box.
     """
-    outcome, passed = await run_tests(sandbox, prefix + final_code(completion), tests, limits)
-    return float(passed and not outcome.cause)
+    code = prefix + final_code(completion)
+    return float((await run_tests(sandbox, code, tests, limits, stdin=stdin))[1])
 
 
 async def run_tests(
-    sandbox: Sandbox, code: str, tests: str, limits: Limits | None = None
+    sandbox: Sandbox, code: str, tests: str, limits: Limits | None = None, *, stdin: str = ""
 ) -> tuple[Outcome, bool]:
-    """Returns how the code and then its tests ended, and whether they ran to their end."""
-    word = secrets.token_hex(16)
-    # Standard input holds the word, and is read after the tests.
-    program = f"{code}\n\n{tests}\n\nimport sys as _sys\nprint('\\n' + _sys.stdin.read())\n"
-    outcome = await sandbox.run(program, stdin=word, limits=limits)
-    return outcome, outcome.exit_code == 0 and outcome.stdout.endswith(f"\n{word}\n")
+    """Returns how the code and then its tests ended, and whether they ran to their end.
+
+    The outcome's stderr has what both printed, up to half of `limits.output_kb`, and the exception
+    of a failure.
+    """
+    limits, word = limits or Limits(), secrets.token_hex(16)
+    request = {"word": word, "code": code, "tests": tests, "stdin": stdin}
+    outcome = await sandbox.run(
+        _program(),
+        stdin=json.dumps({**request, "room": limits.output_kb << 9}),
+        limits=replace(limits, processes=limits.processes + 1),  # that of the tests
+    )
+    passed = not outcome.cause and outcome.exit_code == 0 and outcome.stdout == word
+    return replace(outcome, stdout=""), passed
 
 
 def final_code(completion: str) -> str:
-    """The last fenced block of Python, or all of the text."""
-    blocks = _BLOCK.findall(completion)
-    return str(blocks[-1]) if blocks else completion
+    """Returns the last fenced block of Python, or all of the text.
+
+    A block without an end, as an answer has it that was cut off, extends to the end of the text.
+    """
+    code, fence = completion, ""
+    block: list[str] | None = None
+    for line in completion.splitlines(keepends=True):
+        found = _FENCE.match(line)
+        if not fence:
+            if found and "`" not in line[found.end(1) :]:
+                fence = found[1]
+                block = [] if found[2].lower() in _PYTHON else None
+        elif found and not found[2] and found[1].startswith(fence):
+            if block is not None:
+                code = "".join(block)
+            fence, block = "", None
+        elif block is not None:
+            block.append(line)
+    return "".join(block) if block else code
+
+
+def _program() -> str:
+    """What runs in the box: the files of code_tests, as it has no file of this machine."""
+    folder = Path(code_tests.__file__).parent
+    sources = {
+        f"{code_tests.__name__}.{name}": (folder / f"{name}.py").read_text(encoding="utf-8")
+        for name in ("far", "values", "wire", "solution", "tests")
+    }
+    return _PROGRAM.format(sources=sources)

@@ -27,16 +27,19 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from areal.errors import CannotStart, InvalidInput, NotFound
 from areal.protocol.boxes import Cause, Ended, Isolation, Limits
+from areal.rewards.sandbox.groups import Group, delegated
 from areal.rewards.sandbox.launch import NOBODY, advice, bubblewrap, plain
 from areal.rewards.sandbox.syscalls import seccomp_program
 
 _START_S = 20.0
 _END_S = 5.0
+_KILLED = 137
 Output = tuple[Literal["stdout", "stderr"], bytes]
 
 
@@ -99,6 +102,8 @@ class Box:
         self._ready: asyncio.Future[None] | None = None
         self._closed: asyncio.Future[None] | None = None
         self._limits = Limits()
+        self._group: Group | None = None
+        self._ended_by_kernel = 0
         self.commands: dict[int, Command] = {}
         """Those that run."""
 
@@ -116,6 +121,9 @@ class Box:
         environment: dict[str, str] | None = None
         if self._isolation == "namespaces":
             command = bubblewrap(self._packages)
+            if (place := delegated()) is not None:
+                self._group = Group(place)
+                command = self._group.enter(command)
         else:
             self._folder = tempfile.TemporaryDirectory(
                 prefix="areal-box-", ignore_cleanup_errors=True
@@ -147,6 +155,9 @@ class Box:
     async def open(self, limits: Limits) -> None:
         """Begins a session: fresh namespaces and /tmp; the previous one must have ended."""
         self._limits = limits
+        if self._group is not None:
+            self._group.limit(limits)
+            self._ended_by_kernel = self._group.killed()
         self._closed = asyncio.get_running_loop().create_future()
         wanted = {
             "memory_bytes": limits.memory_mb << 20,
@@ -204,8 +215,6 @@ class Box:
             "argv": list(argv),
             "args": list(arguments),
             "files": dict(files or {}),
-            "stdin": base64.b64encode(stdin).decode(),
-            "keep_stdin": keep_stdin,
             "env": dict(environment or {}),
             "cwd": folder,
             "seconds": seconds or self._limits.seconds,
@@ -215,6 +224,9 @@ class Box:
         command = self.commands[number] = Command(self, number, request)
         try:
             await self.send(request)
+            # Not with the request: its process is a fork of the one that reads requests, and must
+            # not find in its own memory what a later part of it alone is to read.
+            await command.write(stdin, eof=not keep_stdin)
         except BaseException:
             self.commands.pop(number, None)
             raise
@@ -249,6 +261,9 @@ class Box:
         process.stdin.close()
         self._reading.cancel()
         self._end("killed")
+        if self._group is not None:
+            self._group.close()
+            self._group = None
         if self._folder is not None:
             await asyncio.to_thread(self._folder.cleanup)
 
@@ -278,7 +293,11 @@ class Box:
             command.pid.set_result(message["pid"])
         elif "ended" in message:
             del self.commands[command.number]
-            command.put(Ended(**message["ended"]))
+            ended = Ended(**message["ended"])
+            killed = ended.exit_code == _KILLED and not ended.cause
+            if killed and self._group and self._group.killed() > self._ended_by_kernel:
+                ended = replace(ended, cause="memory")
+            command.put(ended)
         elif "stdout" in message:
             command.put(("stdout", base64.b64decode(message["stdout"])))
         else:
@@ -288,9 +307,12 @@ class Box:
         """The session has ended, and all that ran in it."""
         commands, self.commands = self.commands, {}
         for command in commands.values():
-            if not command.pid.done():
+            # What a program that runs does to its box is no failure of the machine.
+            began = command.pid.done()
+            if not began:
                 command.pid.set_result(0)
-            command.put(Ended(137, cause, 0.0, 0, failed))
+            ended = cause or ("killed" if began else "")
+            command.put(Ended(137, ended, 0.0, 0, "" if began else failed))
 
     def _end(self, cause: Cause) -> None:
         """The process has ended."""

@@ -15,6 +15,8 @@ from areal.rewards.sandbox.syscalls import seccomp_program
 NOBODY = 65534
 FOLDER = "/tmp"  # noqa: S108  (of the box)
 _SYSTEM = ("/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives")
+# What bubblewrap makes belongs to the service's user; only mounts below it take files after this.
+_READ_ONLY = ("--remount-ro", "/", "--remount-ro", "/dev")
 NAMESPACES = (
     "expected a machine that lets unprivileged users create namespaces "
     "(sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0, "
@@ -48,7 +50,7 @@ def bubblewrap(packages: Path | None) -> list[str]:
         command += ["--ro-bind", str(packages), "/packages"]
     for file in (_ZYGOTE, _ZYGOTE.with_name("session.py")):
         command += ["--ro-bind", str(file), f"/{file.name}"]
-    command += ["--dev", "/dev", "--tmpfs", FOLDER, "--chdir", FOLDER]
+    command += ["--dev", "/dev", "--tmpfs", FOLDER, *_READ_ONLY, "--chdir", FOLDER]
     path = f"{inside}/bin:/usr/local/bin:/usr/bin:/bin"
     for name, value in variables(FOLDER, path, f"{inside}/lib").items():
         command += ["--setenv", name, value]
@@ -114,7 +116,7 @@ def confine(argv: Sequence[str], folders: Sequence[str], disk_mb: int) -> tuple[
     rules = os.memfd_create("seccomp", 0)
     os.write(rules, seccomp_program())
     os.lseek(rules, 0, os.SEEK_SET)
-    return [*command, "--chdir", FOLDER, "--seccomp", str(rules), "--", *argv], rules
+    return [*command, *_READ_ONLY, "--chdir", FOLDER, "--seccomp", str(rules), "--", *argv], rules
 
 
 def program() -> str:

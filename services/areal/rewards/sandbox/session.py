@@ -5,7 +5,7 @@ file inside a box; it imports nothing but the standard library.
 
 | to it                                   | from it                                |
 |-----------------------------------------|----------------------------------------|
-| start: id, code or argv, stdin, limits  | id, pid                                |
+| start: id, code or argv, limits         | id, pid                                |
 | input: id, data, eof                    | id, stdout or stderr                   |
 | signal: id, number                      | id, ended: exit code, cause, peak      |
 | close, or the end of the pipe           | nothing: it ends, and all with it      |
@@ -19,7 +19,6 @@ file inside a box; it imports nothing but the standard library.
 import base64
 import json
 import os
-import resource
 import selectors
 import signal
 import time
@@ -73,7 +72,7 @@ class Program:
         self.streams = streams
         self.stdin = -1
         self.pending = bytearray()
-        self.eof: bool = not request["keep_stdin"]
+        self.eof = False
         self.said = -1
         self.guarded = -1
         self.cause = ""
@@ -158,8 +157,6 @@ class Session:
             self._by_fd[fd] = program
             self._selector.register(fd, selectors.EVENT_READ)
         send(self._answers, {"id": program.id, "pid": pid})
-        program.pending += base64.b64decode(request["stdin"])
-        self._feed(program)
 
     def _feed(self, program: Program) -> None:
         """Writes what the program's standard input takes now; the rest when it takes more."""
@@ -329,10 +326,10 @@ def stat(pid: int) -> list[str]:
 
 
 def memory(pid: int) -> int:
-    """Bytes of a process that no file backs."""
+    """Bytes of a process that no file of a disk backs: its own, and what it shares."""
     try:
-        with open(f"/proc/{pid}/statm") as file:
-            fields = file.read().split()
-        return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+        with open(f"/proc/{pid}/status") as file:
+            lines = [line.split() for line in file if line.startswith(("RssAnon", "RssShmem"))]
+        return sum(int(line[1]) << 10 for line in lines)
     except (OSError, IndexError):
         return 0

@@ -14,14 +14,15 @@ from areal.errors import CannotStart
 # linux/audit.h, linux/seccomp.h, linux/bpf_common.h
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
+_EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _X32 = 0x40000000
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID, NET
 
-_SOCKET = {"x86_64": 41, "aarch64": 198}
-_AF_UNIX = 1
+_SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}  # socket, socketpair
+_AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435  # its flags lie in memory, which a filter cannot read; without it libc takes clone
 _REFUSED = {  # x86_64, aarch64
@@ -45,6 +46,12 @@ _REFUSED = {  # x86_64, aarch64
     "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
+    # Memory that no process's own counters show.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -75,8 +82,8 @@ def seccomp_program(machine: str = "", *, only_unix_sockets: bool = False) -> by
 
     Args:
         machine: As `uname -m` says it; empty: this machine's.
-        only_unix_sockets: Refuse sockets of every other kind: for a program without a network
-            namespace of its own.
+        only_unix_sockets: Refuse sockets of the internet, too: for a program without a network
+            namespace of its own. Sockets of families other than these are always refused.
 
     Raises:
         CannotStart: the numbers of that machine's system calls are not known here.
@@ -99,14 +106,18 @@ def seccomp_program(machine: str = "", *, only_unix_sockets: bool = False) -> by
     for numbers in _REFUSED.values():
         rows += [(_EQUAL, 0, 1, numbers[column]), refuse]
     rows += [(_EQUAL, 0, 1, _CLONE3), missing]
-    if only_unix_sockets:
-        rows += [
-            (_EQUAL, 0, 4, _SOCKET[machine]),
-            (_LOAD, 0, 0, _FIRST_ARGUMENT),
-            (_EQUAL, 1, 0, _AF_UNIX),
-            refuse,
-            (_RETURN, 0, 0, _ALLOW),
-        ]
+    families = (_AF_UNIX,) if only_unix_sockets else (_AF_UNIX, _AF_INET, _AF_INET6)
+    for number in _SOCKETS[machine]:
+        rows += [(_EQUAL, 0, 3 + len(families), number), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
+        rows += [(_EQUAL, len(families) - at, 0, each) for at, each in enumerate(families)]
+        rows += [(_RETURN, 0, 0, _ERRNO | _EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
+    rows += [  # the limits of another process, such as the box's first
+        (_EQUAL, 0, 4, _PRLIMIT[machine]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_EQUAL, 1, 0, 0),
+        refuse,
+        (_RETURN, 0, 0, _ALLOW),
+    ]
     rows += [
         (_EQUAL, 0, 3, _CLONE[machine]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),

@@ -46,7 +46,7 @@ NOBODY = 65534
 PLAIN = sys.argv[1] if len(sys.argv) > 1 else ""
 FOLDER = PLAIN or "/tmp"
 READABLE = sys.argv[2:]
-AT_HAND = "bisect collections copy functools heapq itertools math random re string"
+AT_HAND = "ast bisect collections copy functools heapq itertools math random re string"
 """What short programs import most: imported before the first fork."""
 
 
@@ -73,6 +73,8 @@ def main() -> None:
     program = base64.b64decode((receive(requests) or {})["seccomp"])
     send(answers, {"ready": True})
     while (request := receive(requests)) is not None:
+        if "open" not in request:
+            continue  # input or a signal for a program that has ended meanwhile
         child = os.fork()
         if child == 0:
             (init if PLAIN else guard)(request["open"], program, requests, answers)

@@ -6,7 +6,7 @@ import pytest
 
 from areal.errors import CannotStart, InvalidInput
 from areal.rewards.sandbox import Limits, Sandbox
-from areal.rewards.sandbox.box import bubblewrap
+from areal.rewards.sandbox.box import Box, Command, bubblewrap
 from areal.rewards.sandbox.syscalls import seccomp_program
 
 
@@ -65,5 +65,38 @@ def test_the_filter_allows_reading_and_refuses_namespaces(machine, arch, read, p
     assert evaluate(program, arch, clone, 0x10000011) == eperm  # a user namespace
     assert evaluate(program, arch, 435) == enosys  # clone3
     assert evaluate(program, 0x40000003, read) == kill  # 32-bit calls
+    memfd, prlimit = {"x86_64": (319, 302), "aarch64": (279, 261)}[machine]
+    assert evaluate(program, arch, memfd) == eperm
+    assert evaluate(program, arch, prlimit, 0) == allow  # its own limits
+    assert evaluate(program, arch, prlimit, 1) == eperm
     if machine == "x86_64":
         assert evaluate(program, arch, 0x40000000 | read) == eperm  # x32
+
+
+@pytest.mark.parametrize(
+    ("machine", "arch", "calls"),
+    [("x86_64", 0xC000003E, (41, 53)), ("aarch64", 0xC00000B7, (198, 199))],
+)
+@pytest.mark.parametrize("only_unix", [False, True])
+def test_socket_when_its_family_is_not_on_the_list_then_it_is_refused(
+    machine, arch, calls, only_unix
+):
+    program = seccomp_program(machine, only_unix_sockets=only_unix)
+    allowed = {1} if only_unix else {1, 2, 10}
+    for call in calls:
+        found = {
+            family for family in range(64) if evaluate(program, arch, call, family) == 0x7FFF0000
+        }
+        assert found == allowed
+        assert evaluate(program, arch, call, 16) == 0x00050061  # EAFNOSUPPORT
+
+
+async def test_program_when_its_box_fails_after_it_began_then_it_was_killed():
+    """What a program does to its box is its own failure, not this machine's."""
+    box = Box()
+    began, waiting = Command(box, 1, {}), Command(box, 2, {})
+    box.commands = {1: began, 2: waiting}
+    box._take({"id": 1, "pid": 7})
+    box._take({"failed": "init: OSError(24)"})
+    assert (began.ended.cause, began.ended.failed) == ("killed", "")
+    assert (waiting.ended.cause, waiting.ended.failed) == ("", "init: OSError(24)")
