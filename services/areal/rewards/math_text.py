@@ -8,6 +8,7 @@ letter in ``\text{}`` gets a mark (§) so that the unit "m" is not taken for the
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 _CHARACTERS = str.maketrans(
     {
@@ -61,7 +62,7 @@ NEW_ROW = "␤"
 """Stands for a double backslash, which ends a row of a matrix."""
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_COMMANDS = (
+_COMMANDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\\(?:left|right|[Bb]igg?[lrm]?)(?![A-Za-z])\s*(?:\.(?!\d))?"), ""),
     (
         re.compile(

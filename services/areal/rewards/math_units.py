@@ -429,8 +429,8 @@ def _unit(text: str, before: str, strict: bool) -> list[str] | None:
         if known is None and (len(word) < 3 or not (spaced or words)) and "§" not in found["word"]:
             return None
         plural = len(lower) > 3 and lower.endswith("s") and not lower.endswith("ss")
-        name = known or _UNIT_OF.get(lower[:-1], lower[:-1]) if plural and not known else known
-        words.append(name or lower)
+        single = lower[:-1] if plural else lower
+        words.append(known or _UNIT_OF.get(single, single))
         if found["power"]:
             words.append(f"power{found['power']}")
     return _ordered(words)
