@@ -104,7 +104,7 @@ def _last_value(prose: str) -> str:
     sentence = sentences[-1]
     if _HEDGES.search(sentence):
         return ""
-    math = [next(g for g in found if g) for found in _INLINE_MATH.findall(sentence)]
+    math = [str(next(g for g in found if g)) for found in _INLINE_MATH.findall(sentence)]
     if (
         math
         and any(map(str.isdigit, math[-1]))

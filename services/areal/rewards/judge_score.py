@@ -27,7 +27,17 @@ _NUMBER = re.compile(
     r"[\s*_\"'`$(\[{]*(?:\\boxed\{|\\text\{)?[\s\[({*]*(?P<number>[+]?\d+(?:\.\d+)?)(?P<tail>[^\n]*)"
 )
 _CLOSING = re.compile(r"[*_\"'`$)\]}]+")
-_OUT_OF = re.compile(r"\s*(?:/|out\s+of|of)\s*[*_]*(\d+(?:\.\d+)?)(?![\w]|[.,/]\d)", re.IGNORECASE)
+_OUT_OF = re.compile(
+    r"\s*(?:points?|pts\.?|stars?)?\s*[(\[]?"
+    r"(?:/|(?:out\s+)?of(?:\s+a\s+possible)?|(?:on\s+a\s+)?scale(?:\s+of|\s+from)?:?\s*\d+\s*(?:-|–|to))"
+    r"\s*[*_]*(\d+(?:\.\d+)?)(?![\w]|[.,/]\d)",
+    re.IGNORECASE,
+)
+_REVISED = re.compile(
+    r"[^.;\n]{0,60}(?:\b(?:or|maybe|perhaps|vs|versus|revised|changed|between|now|rather|scale)\b[^.;\n]{0,20}\d"
+    r"|[(\[]\s*\d+(?:\.\d+)?\s*(?:-|–|to)\s*\d)",
+    re.IGNORECASE,
+)
 _REFUSED_TAIL = re.compile(
     r"[,.]\s*\d|\s+\d|\w"
     r"|\s*(?:-|–|—|~|\.\.+|to|or|and|through|/|[+*x×^:÷&<>=]|->|→|±)\s*[*_\"'(\[]*[-+]?\d"
@@ -76,7 +86,7 @@ def _share(text: str, best: float, scale: float | None = None) -> float:
         scale, tail = float(out_of[1]), tail[out_of.end() :]
     elif percent := re.match(r"\s*%", tail):
         scale, tail = 100.0, tail[percent.end() :]
-    if _REFUSED_TAIL.match(tail):
+    if _REFUSED_TAIL.match(tail) or _REVISED.match(tail):
         raise ValueError("more than one number")
     scale = best if scale is None else scale
     if not 0 <= number <= scale or scale <= 0:

@@ -84,7 +84,7 @@ def _gold(gold: str) -> list[Form]:
     return readings(clean(gold), strict=True)
 
 
-def _gold_text(answer: str | float | Decimal | Fraction) -> str:
+def _gold_text(answer: object) -> str:
     """The right answer as text; numbers in full, without an exponent where they are moderate."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | Fraction):
         raise InvalidInput(f"answer {answer!r}: expected text or a number")
