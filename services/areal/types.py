@@ -147,6 +147,10 @@ class LLMResponse:
     """URLs of the servers that sampled the output tokens, in order of first use."""
 
 
+TIMEOUTS = "timeouts"
+"""Part of a reward: 1 where an answer took too long to judge and therefore scored 0."""
+
+
 class Score(float):
     """A reward together with its parts.
 

@@ -29,7 +29,9 @@ from typing import Any, Protocol
 
 from areal.chassis.logging import get_logger
 from areal.errors import Unavailable
+from areal.rewards import CHECKERS
 from areal.rewards.functions import failure, too_slow
+from areal.types import TIMEOUTS
 from areal.v1 import reward_service_pb2 as pb
 from areal_reward.config import RewardConfig
 from areal_reward.frames import Kind, unpack_results
@@ -264,7 +266,10 @@ class WorkerPool:
             "worker_ended", reward=name, cause="timeout" if timed_out else how, position=position
         )
         if guilty in job.pending:
-            if timed_out:
+            if timed_out and not job.reward.recipe_digest and name in CHECKERS:
+                # Its time depends on the model's text alone, so that text is what is wrong.
+                result = pb.ScoreResult(reward=0.0, parts={TIMEOUTS: 1.0})
+            elif timed_out:
                 text = too_slow(name, self._config.timeout_s)
                 result = failure(pb.SCORE_ERROR_TIMEOUT, f"{text}; its worker was killed")
             else:

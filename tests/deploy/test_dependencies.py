@@ -36,7 +36,8 @@ ELSEWHERE = {"dnspython", "kubernetes", "math-verify", "sympy"}
 # Asked for only where it is installed (a try around the import, or a command of a machine's owner).
 OPTIONAL = {
     # A recipe imports its reward in rollout workers, too; only reward's workers call it.
-    ("areal.rewards.math", "math-verify"),
+    ("areal.rewards.math_verifier", "math-verify"),
+    ("areal.rewards.math_expressions", "mpmath"),
     # Whoever names an MCP server as a tool installs it.
     ("areal.workflows.mcp_tools", "mcp"),
     ("areal.workflows.mcp_tools", "mcp-types"),

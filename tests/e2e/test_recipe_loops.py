@@ -42,6 +42,22 @@ def test_loop_of_the_documents_when_run_as_written_then_trains_its_steps(tmp_pat
     assert summary["accounting"]["trained"] == summary["accounting"]["submitted"] == 24
 
 
+def test_group_when_an_answer_cannot_be_judged_then_it_trains_with_its_siblings(
+    tmp_path: Path,
+) -> None:
+    for name in ("tower.py", "tower.yaml"):
+        shutil.copy(Path(__file__).parent / "recipes" / name, tmp_path)
+    stack = RunningStack(tmp_path / "runs" / "tower" / "trial0")
+    summary, rows = run(stack, tmp_path, "tower.py")
+    assert summary["status"] == "finished"
+    assert [row["groups"] for row in rows] == [4, 4]
+    # One answer in four is right, with a tower among the wrong ones or without.
+    assert [row["reward/mean"] for row in rows] == [0.25, 0.25]
+    assert [row["reward/timeouts"] for row in rows] == [2, 2]
+    books = summary["accounting"]
+    assert (books["trained"], books["submitted"], books["dead_lettered"]) == (8, 8, 0)
+
+
 @pytest.mark.long
 def test_gsm8k_when_run_with_a_tiny_model_then_trains_and_engine_and_trainer_agree(
     tmp_path: Path,

@@ -17,6 +17,9 @@ BUILTIN = {
     "regex": ("areal.rewards.regex", "regex_reward"),
 }
 
+CHECKERS = frozenset({"math", "multiple_choice", "regex"})
+"""Built-in rewards whose time depends on the texts alone: one that is too slow scores 0."""
+
 
 def builtin_reward(name: str) -> Callable[..., Any]:
     """Returns the built-in reward function of that name.

@@ -1,20 +1,88 @@
-r"""The ``\boxed{}`` convention for final answers."""
+r"""Where a completion puts its final answer: ``\boxed{}``, ``<answer>``, after ``</think>``."""
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:\[[^\[\]\n]{0,40}\]\s*){0,2}")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# What stands after a box without braces: \boxed18, \boxed\text{18}.
+_BARE = re.compile(r"\\[A-Za-z]+\s*(?=\{)|[^\s${}\\]+")
+_BETWEEN = re.compile(r"[\s$.]*(?:,|;|\\quad|\\text\{|\}|and|or|&|\\\)|\\\(|[\s$])*", re.IGNORECASE)
+_JOINS = re.compile(r",|;|\band\b|\bor\b", re.IGNORECASE)
+_SPECIAL = re.compile(r"<\|[^|<>\s]{1,40}\|>|</s>|<eos>|<end_of_turn>")
+_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
+
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last ``\boxed{...}`` with balanced braces; None without one."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    r"""Returns the content of the last ``\boxed{}`` that is not empty; None if there is no box.
+
+    ``\fbox``, ``\framebox``, spaces before the brace, and a box without braces count. Boxes in one
+    enumeration ("\boxed{2} and \boxed{3}") are one answer, "2, 3". If the last box is not closed,
+    the answer is cut off, and the result is "". Takes time linear in the length of `text`.
+    """
+    starts = list(_BOX.finditer(text))
+    if not starts:
         return None
-    begin = start + len("\\boxed{")
-    depth = 1
-    for position in range(begin, len(text)):
-        if text[position] == "{":
-            depth += 1
-        elif text[position] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[begin:position]
-    return None
+    closing = _closing_braces(text)
+    boxes: list[tuple[int, int, str]] = []
+    cut_off = False
+    for start in starts:
+        begin = start.end()
+        cut_off = False
+        if text[begin : begin + 1] == "{":
+            end = closing.get(begin, -1)
+            if end < 0:
+                cut_off = True
+                continue
+            boxes.append((start.start(), end + 1, text[begin + 1 : end]))
+        elif bare := _BARE.match(text, begin):
+            end = bare.end()
+            if text[end : end + 1] == "{":
+                end = closing.get(end, len(text) - 1) + 1
+            boxes.append((start.start(), end, text[begin:end]))
+    boxes = [box for box in boxes if box[2].strip()]
+    return ", ".join(_enumerated(text, boxes)) if boxes and not cut_off else ""
+
+
+def final_part(text: str) -> str:
+    """Returns what follows the reasoning, without special tokens.
+
+    The part after the last ``</think>``; "" if the reasoning never ends.
+    """
+    _, mark, rest = text.rpartition("</think>")
+    if not mark and "<think>" in text:
+        return ""
+    return _SPECIAL.sub("", rest if mark else text)
+
+
+def last_tagged(text: str) -> str | None:
+    """Returns the content of the last ``<answer>...</answer>``; None if there is none."""
+    found = _TAGGED.findall(text) if "</answer>" in text.lower() else []
+    return found[-1].strip() if found else None
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    r"""Position of the closing brace of each group; an escaped ``\{`` opens none."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            closing[opened.pop()] = brace.start()
+    return closing
+
+
+def _enumerated(text: str, boxes: list[tuple[int, int, str]]) -> list[str]:
+    """Contents of the last box, and of those before it that are joined to it by a comma or word."""
+    run = [boxes[-1][2]]
+    for (_, end, content), (start, _, _) in reversed(list(pairwise(boxes))):
+        between = text[end:start]
+        joined = len(between) < 40 and _BETWEEN.fullmatch(between) and _JOINS.search(between)
+        if not joined:
+            break
+        if content not in run:
+            run.insert(0, content)
+    return run

@@ -1,101 +1,117 @@
 r"""Scores whether a completion's final answer is mathematically equal to the right one.
 
-completion ── last \boxed{...}, else text after the last "####", else all of it ──> candidate
-candidate == answer as normalized text ──────────────────────────────> 1
-both are plain numbers ── compare as numbers ────────────────────────> 1 or 0
-otherwise ── math-verify (sympy), about a millisecond ───────────────> 1 or 0
+completion ── last \boxed{...}, else after "####", else what it states (final_answer.py) ──> text
+text ── one spelling for each sign (math_text.py) ── a form (math_forms.py) ──> equal or not
+numbers: exact decimals and fractions; expressions: at random points (math_expressions.py);
+sums, integrals and the like: math-verify, in a child with a limit on its time (math_verifier.py)
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable
+import math
 from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
-from areal.errors import CannotStart, InvalidInput
+from areal.errors import InvalidInput
 from areal.rewards.boxed import last_boxed
+from areal.rewards.final_answer import final_answer
+from areal.rewards.math_forms import Form, readings, same, squeezed
+from areal.rewards.math_text import clean, trimmed, undelimited
+from areal.rewards.math_tree import TooCostly
+from areal.rewards.math_units import literal
+from areal.rewards.math_verifier import is_beyond
+from areal.types import TIMEOUTS, Score
 
-try:
-    import math_verify
-except ModuleNotFoundError:  # rollout workers import recipes, too, and score nothing
-    math_verify = None
-
-_PLAIN_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-_WRAPPERS = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
+_MAX_CHARS = 4000
+_FLOAT_TOLERANCE = 1e-12
 
 
-def math_reward(completion: str, answer: str | float) -> float:
+def math_reward(completion: str, answer: str | float | Decimal | Fraction) -> float:
     r"""Returns 1.0 if the completion's final answer equals `answer` mathematically, else 0.0.
 
     The final answer is the content of the last ``\boxed{}``. Without one, it is the text after the
-    last ``####``. Without either, it is the last expression that the package math-verify finds.
+    last ``####``. Without either, it is what the text states as its answer, or else the last number
+    of its last sentence with a number. Units, words and signs beside the number are read as such.
+    If the answer is too costly to judge, such as a tower of powers, the result is 0.0 with the part
+    `timeouts`, which counts in the metric `reward/timeouts`.
 
     Args:
         completion: The model's text.
-        answer: The right answer: a number or LaTeX, with or without ``$`` or ``\boxed{}``.
+        answer: The right answer: a number or LaTeX, with or without ``$`` or ``\boxed{}``. A float
+            is compared to 12 digits, everything else exactly.
 
     Raises:
-        InvalidInput: `answer` is empty, or is neither text nor a number.
+        InvalidInput: `answer` is empty, or is neither text nor a finite number.
 
     Example:
         >>> math_reward("so it is \\boxed{\\frac{2}{4}}", "0.5")
         1.0
     """
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise InvalidInput(f"answer {answer!r}: expected text or a number")
-    gold = final_answer(str(answer))
-    if not gold.strip():
-        raise InvalidInput("answer '': expected text or a number")
-    candidate = final_answer(completion)
-    gold_text, candidate_text = normalize(gold), normalize(candidate)
-    if candidate_text == gold_text:
-        return 1.0
-    if _PLAIN_NUMBER.fullmatch(candidate_text) and _PLAIN_NUMBER.fullmatch(gold_text):
-        return float(Decimal(candidate_text) == Decimal(gold_text))
-    found = candidate if candidate is completion else f"\\boxed{{{candidate}}}"
-    return float(_verify(gold, found))
+    gold = _gold_text(answer)
+    try:
+        return float(_judged(gold, final_answer(completion), answer))
+    except (TooCostly, RecursionError) as reason:
+        logging.getLogger("areal.rewards.math").warning("answer scored 0: %s", reason)
+        return Score(0.0, {TIMEOUTS: 1.0})
 
 
-def final_answer(text: str) -> str:
-    r"""Content of the last ``\boxed{}``, else what follows the last ``####``, else the text."""
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed
-    _, mark, tail = text.rpartition("####")
-    return tail.strip() if mark else text
-
-
-def normalize(text: str) -> str:
-    """Returns text for the fast path: no spaces, dollars, thousands separators, final period."""
-    text = _WRAPPERS.sub(r"\1", text.strip().strip("$"))
-    text = text.replace("\\!", "").replace("\\,", "").replace("\\$", "").replace("dfrac", "frac")
-    return _THOUSANDS.sub("", "".join(text.split())).removesuffix(".")
-
-
-def _verify(gold: str, found: str) -> bool:
-    # Timeouts of math-verify need the main thread's alarm; the worker's own limit covers this.
-    parsed = _parser()(found, parsing_timeout=None)
-    return bool(math_verify.verify(_gold(gold), parsed, timeout_seconds=None))
+def _judged(gold: str, found: str, answer: object) -> bool:
+    found = trimmed(undelimited(found.strip()))
+    if not found:
+        return False
+    if squeezed(found) == squeezed(gold):
+        return True
+    if max(len(found), len(gold)) > _MAX_CHARS:
+        plain = literal(found), literal(gold)
+        if None in plain:
+            raise TooCostly(f"an answer of {len(found)} characters")
+        return plain[0] == plain[1]
+    forms, rights = readings(clean(found)), _gold(gold)
+    if is_beyond(found) or is_beyond(gold):  # math-verify may take its whole time: it is asked once
+        forms, rights = forms[:1], rights[:1]
+        if any(form.kind != "leaf" and set(form.signs) != {"="} for form in (*forms, *rights)):
+            raise TooCostly("a list of sums or integrals")
+    if isinstance(answer, float) and any(_is_float(form, answer) for form in forms):
+        return True
+    return any(same(right, form) for right in rights for form in forms)
 
 
 @lru_cache(maxsize=4096)
-def _gold(gold: str) -> list[Any]:
-    """The samples of a group share one answer: it is parsed once."""
-    return list(_parser()(f"\\boxed{{{gold.strip().strip('$')}}}", parsing_timeout=None))
+def _gold(gold: str) -> list[Form]:
+    """The samples of a group share one answer: it is read once."""
+    return readings(clean(gold), strict=True)
 
 
-@lru_cache(maxsize=1)
-def _parser() -> Callable[..., list[Any]]:
-    if math_verify is None:
-        raise CannotStart(
-            "reward math: the package math-verify is not installed; "
-            "pip install 'areal-services[reward]'"
-        )
-    # It warns, once per process, that its timeouts are off.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    parse: Callable[..., list[Any]] = math_verify.parse
-    return parse
+def _gold_text(answer: object) -> str:
+    """The right answer as text; numbers in full, without an exponent where they are moderate."""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal | Fraction):
+        raise InvalidInput(f"answer {answer!r}: expected text or a number")
+    if isinstance(answer, float | Decimal) and not math.isfinite(answer):
+        raise InvalidInput(f"answer {answer!r}: expected text or a finite number")
+    if isinstance(answer, float):
+        return str(Decimal(repr(float(answer))))
+    if isinstance(answer, int):
+        return str(Decimal(answer))  # str(int) refuses more than 4300 digits
+    text = str(answer)
+    if isinstance(answer, str):
+        boxed = last_boxed(text)
+        text = trimmed(undelimited((boxed if boxed is not None else _unmarked(text)).strip()))
+        if not text:
+            raise InvalidInput(f"answer {answer!r}: expected text or a number")
+    return text
+
+
+def _unmarked(text: str) -> str:
+    """GSM8K's answers have their working before the mark."""
+    _, mark, tail = text.rpartition("####")
+    return tail if mark else text
+
+
+def _is_float(form: Form, answer: float) -> bool:
+    return (
+        form.value is not None
+        and not form.amount.unit
+        and math.isclose(float(form.value), answer, rel_tol=_FLOAT_TOLERANCE)
+    )

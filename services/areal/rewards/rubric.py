@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from areal.errors import InvalidInput
-from areal.types import Score
+from areal.types import TIMEOUTS, Score
 
 # A metric of that name is there already.
-_TAKEN = ("mean", "std")
+_TAKEN = ("mean", "std", TIMEOUTS)
 
 
 def rubric(**parts: Any) -> Score:
@@ -22,7 +22,7 @@ def rubric(**parts: Any) -> Score:
 
     Raises:
         InvalidInput: There are no parts, a number or weight is not finite, or a part is named
-            `mean` or `std` (the metrics `reward/mean` and `reward/std` already exist).
+            `mean`, `std` or `timeouts` (the metrics `reward/mean` and so on already exist).
 
     Example:
         >>> rubric(correct=True, short=(0.5, 0.2))
@@ -31,6 +31,7 @@ def rubric(**parts: Any) -> Score:
     if not parts:
         raise InvalidInput("rubric: expected at least one part")
     values: dict[str, float] = {}
+    timeouts: dict[str, float] = {}
     total = 0.0
     for name, part in parts.items():
         if name in _TAKEN:
@@ -45,4 +46,6 @@ def rubric(**parts: Any) -> Score:
                 f"rubric {name} {part!r}: expected a finite number, or (number, weight)"
             )
         total += weight * values[name]
-    return Score(total, values)
+        if isinstance(value, Score) and TIMEOUTS in value.parts:  # of a built-in reward
+            timeouts[TIMEOUTS] = 1.0
+    return Score(total, values | timeouts)

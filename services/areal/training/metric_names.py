@@ -53,6 +53,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "mean of a part of the reward, before weighting ([rubric](rewards.md#several-parts))",
         ),
         Metric(
+            "reward/timeouts",
+            "answers",
+            "answers of the batch that a built-in reward scored 0 because they would take too long "
+            "to judge; absent if there are none ([rewards](rewards.md#built-in-rewards))",
+        ),
+        Metric(
             "group/zero_std",
             "share of groups",
             "groups with several trajectories whose rewards are all equal; such groups give no "

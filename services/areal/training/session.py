@@ -50,7 +50,7 @@ from areal.training.run_files import EVALUATIONS, RunFiles, best_step
 from areal.training.status import ProgressLog, TrainerStatus
 from areal.training.step_trace import StepTrace
 from areal.training.tracker import StepTracker
-from areal.types import TrajectoryGroup
+from areal.types import TIMEOUTS, TrajectoryGroup
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import patience_s
@@ -390,7 +390,10 @@ class TrainerSession(Ranks):
         return groups
 
     def _reward_parts(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
-        """Mean of each part over the trajectories that have it, on all ranks alike. Collective."""
+        """Mean of each part over the trajectories that have it, on all ranks alike. Collective.
+
+        `timeouts` is a sum: only answers that took too long to judge have it.
+        """
         mine: dict[str, list[float]] = {}
         for trajectory in (each for group in groups for each in group.trajectories):
             for name, value in trajectory.reward_parts.items():
@@ -401,7 +404,10 @@ class TrainerSession(Ranks):
             for name, (value, count) in rank.items():
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0], total[1] = total[0] + value, total[1] + count
-        return {f"reward/{name}": value / count for name, (value, count) in sorted(sums.items())}
+        return {
+            f"reward/{name}": value if name == TIMEOUTS else value / count
+            for name, (value, count) in sorted(sums.items())
+        }
 
     def finish_step(self) -> None:
         """Ends step `self.step + 1`: writes its row, saves and commits if due, stops if asked."""

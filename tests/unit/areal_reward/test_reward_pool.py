@@ -151,6 +151,27 @@ async def test_pool_when_one_item_hangs_then_only_it_fails():
         assert len(rig.workers) == 2
 
 
+@pytest.mark.parametrize("name", ["math", "multiple_choice", "regex"])
+async def test_pool_when_a_built_in_checker_is_too_slow_then_0_for_that_item_alone(name):
+    async with running() as rig:
+        items = [pb.ScoreItem(completion=word) for word in ("1", "hang", "2", "hang")]
+        scored = rig.pool.score(pb.RewardSpec(name=name), items, None)
+        results = await asyncio.wait_for(scored, 60)
+        assert [r.reward for r in results] == [1.0, 0.0, 2.0, 0.0]
+        assert [dict(r.parts) for r in results] == [{}, {"timeouts": 1.0}, {}, {"timeouts": 1.0}]
+
+
+@pytest.mark.parametrize(("name", "digest"), [("math", "a" * 64), ("reward_model", "")])
+async def test_pool_when_another_function_is_too_slow_then_it_has_no_reward(name, digest):
+    async with running() as rig:
+        recipe = ("recipe.py", b"") if digest else None
+        spec = pb.RewardSpec(name=name, recipe_digest=digest)
+        (result,) = await asyncio.wait_for(
+            rig.pool.score(spec, [pb.ScoreItem(completion="hang")], recipe), 60
+        )
+        assert result.failure.error == pb.SCORE_ERROR_TIMEOUT
+
+
 async def test_pool_when_an_item_claims_to_begin_in_the_future_then_it_is_overdue():
     async with running() as rig:
         results = await rig.score("1", "future", "2")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from areal.errors import InvalidInput
 from areal.rewards import BUILTIN, builtin_reward
 from areal.rewards.boxed import last_boxed
-from areal.rewards.math import math_reward, normalize
+from areal.rewards.math import math_reward
 from areal.rewards.multiple_choice import multiple_choice_reward
 from areal.rewards.regex import regex_reward
 
@@ -44,7 +44,7 @@ def test_math_when_answer_has_some_form_then_value_decides(completion, answer, r
 
 
 def test_math_when_text_is_equal_then_sympy_is_not_asked(monkeypatch):
-    monkeypatch.setattr("areal.rewards.math._verify", lambda *_: pytest.fail("slow path taken"))
+    monkeypatch.setattr("areal.rewards.math_forms.parse", lambda *_: pytest.fail("slow path taken"))
     assert math_reward("\\boxed{42}", "42") == 1.0
     assert math_reward("\\boxed{41}", "42") == 0.0
 
@@ -61,7 +61,7 @@ def test_math_when_a_number_is_written_in_several_ways_then_all_are_right(number
         assert math_reward(text, str(number)) == 1.0
 
 
-@given(st.text(alphabet="ab{}\\ ", max_size=30))
+@given(st.text(alphabet="ab{} ", max_size=30))
 def test_last_boxed_when_braces_balance_then_content_comes_back(inner):
     depth = 0
     balanced = True
@@ -69,14 +69,9 @@ def test_last_boxed_when_braces_balance_then_content_comes_back(inner):
         depth += {"{": 1, "}": -1}.get(character, 0)
         balanced = balanced and depth >= 0
     if balanced and depth == 0:
-        assert last_boxed(f"x \\boxed{{{inner}}} y") == inner
+        assert last_boxed(f"x \\boxed{{{inner}}} y") == (inner if inner.strip() else "")
     else:
         last_boxed(f"x \\boxed{{{inner}}} y")  # must only not raise
-
-
-def test_normalize_when_comma_is_no_separator_then_it_stays():
-    assert normalize("(1,2)") == "(1,2)"
-    assert normalize("1,234,567.") == "1234567"
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,22 @@ def test_rubric_when_parts_have_weights_then_their_sum_and_the_parts_before_them
         ({"short": (1.0, float("inf"))}, r"rubric short \(1.0, inf\): expected"),
         ({"short": (1, 2, 3)}, r"rubric short \(1, 2, 3\): expected"),
         ({"mean": 1}, "rubric mean: expected another name: reward/mean is taken"),
+        ({"timeouts": 1}, "rubric timeouts: expected another name"),
     ],
 )
 def test_rubric_when_a_part_is_wrong_then_one_line_names_it(parts, said):
     with pytest.raises(InvalidInput, match=said):
         rubric(**parts)
+
+
+def test_rubric_when_a_part_could_not_be_judged_then_its_timeout_is_kept():
+    costly = Score(0.0, {"timeouts": 1.0})
+    assert rubric(right=costly, also=(costly, 0.5)).parts == {
+        "right": 0.0,
+        "also": 0.0,
+        "timeouts": 1.0,
+    }
+    assert "timeouts" not in rubric(right=Score(1.0, {"short": 1.0})).parts
 
 
 def test_parts_when_a_reward_travels_then_the_trainer_gets_them():
