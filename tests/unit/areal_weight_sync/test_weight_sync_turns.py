@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,10 @@ from areal_weight_sync.turns import ASLEEP, Turns
 DEAD = EngineError(Fault.UNREACHABLE, "/model_info: cannot connect: Connection refused")
 
 
-async def asleep(rig: Rig, *names: str, lease_s: float = 30.0) -> None:
-    assert await rig.coordinator.hold(1, lease_s) == []
+async def asleep(rig: Rig, *names: str) -> None:
+    async with asyncio.timeout(60):
+        while await rig.coordinator.hold(1, 60.0):
+            pass
     for name in names:
         assert rig.engines[name].released
         assert rig.server(name).state is SYNCING
@@ -57,7 +60,8 @@ async def test_turn_when_it_is_held_again_then_nothing_is_released_twice(tmp_pat
 async def test_turn_when_trainer_dies_in_it_then_servers_wake_when_the_lease_ends(tmp_path: Path):
     async with rig_of(tmp_path, turns=True) as rig:
         await rig.serving("a")
-        await asleep(rig, "a", lease_s=0.3)
+        await asleep(rig, "a")
+        assert await rig.coordinator.hold(1, 0.1) == [], "renewed for the last time"
         await rig.at("a", SERVING, 0)
         assert rig.engines["a"].weights == "w0", "loaded, not taken for what it had"
 
@@ -93,7 +97,7 @@ async def test_server_when_it_sleeps_long_then_no_probe_takes_it_for_hung(tmp_pa
 async def test_weight_sync_when_it_dies_in_a_turn_then_the_next_waits_for_the_trainer(
     tmp_path: Path,
 ):
-    async with rig_of(tmp_path, turns=True, turn_lease_s=1.0) as rig:
+    async with rig_of(tmp_path, turns=True) as rig:
         await rig.serving("a")
         await asleep(rig, "a")
         engine, now = rig.engines["a"], rig.coordinator
@@ -101,7 +105,7 @@ async def test_weight_sync_when_it_dies_in_a_turn_then_the_next_waits_for_the_tr
         assert record is not None
         await now.stop()
     (tmp_path / "next").mkdir()
-    async with rig_of(tmp_path / "next", turns=True, turn_lease_s=0.5) as rig:
+    async with rig_of(tmp_path / "next", turns=True, turn_lease_s=60.0) as rig:
         rig.engines["a"] = engine
         state = Snapshot(now.target, now.base, [record])
         record.version = 0  # as written before it slept
@@ -148,7 +152,14 @@ async def test_turn_when_a_server_does_not_sleep_then_it_is_named(tmp_path: Path
     async with rig_of(tmp_path, turns=True) as rig:
         await rig.serving("a", "b")
         rig.engines["b"].down = EngineError(Fault.TIMEOUT, "/pause_generation: no answer")
-        assert await rig.coordinator.hold(1, 0.6) == ["b"]
+        await rig.at("b", QUARANTINED)
+        held: list[str] = []
+
+        async def hold() -> None:
+            held.extend(await rig.coordinator.hold(1, 3.0))
+
+        await asyncio.gather(hold(), rig.until(lambda: rig.engines["a"].released, "a to sleep"))
+        assert held[-1] == "b", "it may hold memory, and so the trainer does not begin"
 
 
 async def test_turn_when_it_is_of_an_older_trainer_or_no_gpu_is_shared_then_refused(
