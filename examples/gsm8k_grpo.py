@@ -1,6 +1,6 @@
 r"""GRPO on GSM8K: an instruct model learns to reason about grade-school mathematics.
 
-    areal run examples/gsm8k_grpo.py stack.gpus_per_node=2        # on two GPUs (docs/gpu.md)
+    areal run examples/gsm8k_grpo.py stack.gpus_per_node=2 allocation_mode=auto   # docs/gpu.md
     areal run examples/gsm8k_grpo.py model.path=/models/SmolLM2-135M-Instruct total_train_steps=3 \
         allocation_mode=sglang:d1+fsdp:d1 train_dataset.batch_size=4 gconfig.n_samples=4 \
         gconfig.max_new_tokens=96 model.context_length=512 heldout_rows=0       # on a CPU

@@ -104,9 +104,14 @@ class Frontend:
             yield Wait("start", "the model's files", time.time() - self.started_at)
             return
         paused = scheduler.pause_mode is not None
+        asleep = scheduler.asleep
         for kind, requests, whom in (
             ("request", scheduler.running, "continue_generation" if paused else "its next tokens"),
-            ("queued_request", scheduler.waiting, "a row of the cache"),
+            (
+                "queued_request",
+                scheduler.waiting,
+                "resume_memory_occupation" if asleep else "a row of the cache",
+            ),
             ("held_request", scheduler.held, "a weight update"),
         ):
             # A copy: the engine's thread changes them.

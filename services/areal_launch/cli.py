@@ -225,14 +225,24 @@ def up(
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> int:
     """Start a stack without a trainer: it serves the configured model as version 0."""
+    from areal_launch.clusters.base import Cluster
     from areal_launch.commands.stack import resolve_up, run_detached, run_foreground
     from areal_launch.doctor.gpus import refuse_unusable
+    from areal_launch.doctor.settle import settle_here
+    from areal_launch.view.output import say
 
     resolved = resolve_up(recipe, config, overrides or [])
+    settled = settle_here(resolved.config, resolved.source, with_trainer=False)
+    if settled.why:
+        say(settled.why)
     refuse_unusable(resolved.config, with_trainer=False)
     if not detach:
         return run_foreground(
-            resolved, with_trainer=False, ready_fd=ready_fd, accept_changes=accept_changes
+            resolved,
+            with_trainer=False,
+            ready_fd=ready_fd,
+            accept_changes=accept_changes,
+            cluster=Cluster(settled.servers_part),
         )
     arguments = [*(overrides or [])]
     for option, value in (("--config", config), ("--recipe", recipe)):

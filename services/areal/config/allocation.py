@@ -7,15 +7,20 @@ sglang:d4t2+fsdp:d8t2c2e4
 │ │       └────── 8 shares of a batch; with `s4`: sharded over 4 of them, 2 copies
 │ └────────────── GPUs of a server
 └──────────────── servers
+
+With `|` in place of `+`, servers and trainer use the same GPUs; `auto` lets the launcher choose.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from areal.errors import ConfigError
 
+AUTO = "auto"
+"""`allocation_mode` for which the launcher puts one that suits the GPUs and the model."""
 _FORM = "'d8', 'd16s8' or 'd8t2c2e4'"
 
 
@@ -171,6 +176,24 @@ class Layout:
             )
 
 
+class Sharing(StrEnum):
+    """Whether servers and trainer use the same GPUs, and how."""
+
+    APART = "apart"
+    """`+`: each has GPUs of its own."""
+    FITTING = "fitting"
+    """`|`: the launcher puts `shared` if both fit into the memory, else `alternating`."""
+    SHARED = "shared"
+    """`|…@shared`: both keep their part of the memory, and work at the same time."""
+    ALTERNATING = "alternating"
+    """`|…@alternating`: servers release their memory while the trainer computes."""
+
+    @property
+    def together(self) -> bool:
+        """Whether they use the same GPUs."""
+        return self is not Sharing.APART
+
+
 @dataclass(frozen=True)
 class Allocation:
     """A parsed allocation string."""
@@ -181,29 +204,49 @@ class Allocation:
     """Layout of the trainer's ranks."""
     inference_gpus: int = 1
     """GPUs of each inference server: its tensor parallelism."""
+    sharing: Sharing = Sharing.APART
+    chosen: bool = True
+    """False: `auto`, for which the launcher puts another."""
 
     @property
     def trainer_ranks(self) -> int:
         return self.layout.ranks
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of servers and trainer in all, where each server and each rank uses some."""
+        servers = self.inference_replicas * self.inference_gpus
+        return self.layout.ranks + (0 if self.sharing.together else servers)
 
-_TODAY = re.compile(r"sglang:(?P<gen>[dpt\d]+)\+fsdp:(?P<train>[a-z\d]+)")
-_SEED = re.compile(r"sglang\.(?P<gen>[dpt\d]+)\+(?P<train>[a-z\d]+)")
-_TRAINER_ALONE = re.compile(r"(?P<gen>)fsdp:(?P<train>[a-z\d]+)")
+
+_HOW = r"(?:@(?P<how>\w*))?"
+_TODAY = re.compile(r"sglang:(?P<gen>[dpt\d]+)(?P<join>[+|])fsdp:(?P<train>[a-z\d]+)" + _HOW)
+_SEED = re.compile(r"sglang\.(?P<gen>[dpt\d]+)(?P<join>[+|])(?P<train>[a-z\d]+)" + _HOW)
+_TRAINER_ALONE = re.compile(r"(?P<gen>)(?P<join>)fsdp:(?P<train>[a-z\d]+)(?P<how>)")
+_WAYS = (Sharing.SHARED, Sharing.ALTERNATING)
 
 
 def parse_allocation(text: str) -> Allocation:
     """Parse `sglang:d12t2+fsdp:d8t2`, `sglang.d12p1t1+d4p1t1`, or `fsdp:d8` (only a trainer).
 
+    With `|` in place of `+`, both use the same GPUs, so there must be as many of each. `@shared` or
+    `@alternating` at the end says how, instead of the launcher.
+
+    Returns:
+        For `auto`, one server and one rank, with `chosen` false.
+
     Raises:
         ConfigError: the string has another form, asks for pipeline parallelism, or its numbers do
             not divide each other.
     """
+    if text == AUTO:
+        return Allocation(1, Layout(), chosen=False)
     match = _TODAY.fullmatch(text) or _SEED.fullmatch(text) or _TRAINER_ALONE.fullmatch(text)
     if match is None:
         raise ConfigError(
             f"allocation_mode {text!r}: expected e.g. 'sglang:d2+fsdp:d1', "
-            "'sglang:d4t2+fsdp:d8t2c2e4', 'sglang.d12p1t1+d4p1t1', or 'fsdp:d1' without servers"
+            "'sglang:d4t2+fsdp:d8t2c2e4', 'sglang:d1|fsdp:d1' for both on the same GPUs, "
+            "'sglang.d12p1t1+d4p1t1', 'fsdp:d1' without servers, or 'auto'"
         )
     servers = dict(re.findall(r"([dpt])(\d+)", match["gen"])) or {"d": "0"}
     if match["gen"] and int(servers.get("d", 0)) < 1:
@@ -217,8 +260,38 @@ def parse_allocation(text: str) -> Allocation:
         layout = Layout.parse(match["train"])
     except ConfigError as error:
         raise ConfigError(f"allocation_mode {text!r}: {error}") from None
-    return Allocation(
-        inference_replicas=int(servers["d"]),
-        layout=layout,
-        inference_gpus=max(1, int(servers.get("t", 1))),
-    )
+    replicas, width = int(servers["d"]), max(1, int(servers.get("t", 1)))
+    sharing = _sharing(text, match["join"] or "+", match["how"])
+    if sharing.together and replicas * width != layout.ranks:
+        raise ConfigError(
+            f"allocation_mode {text!r}: with '|' servers and trainer use the same GPUs: expected "
+            f"as many for servers ({replicas} x {width} = {replicas * width}) as trainer ranks "
+            f"({layout.ranks})"
+        )
+    return Allocation(replicas, layout, width, sharing)
+
+
+def _sharing(text: str, join: str, how: str | None) -> Sharing:
+    if how and join == "+":
+        raise ConfigError(
+            f"allocation_mode {text!r}: '@{how}': expected '|' in place of '+', because with '+' "
+            "servers and trainer have GPUs of their own"
+        )
+    if how is None or join == "+":
+        return Sharing.FITTING if join == "|" else Sharing.APART
+    if how not in _WAYS:
+        raise ConfigError(
+            f"allocation_mode {text!r}: '@{how}': expected @shared, @alternating, or nothing for "
+            "the one that fits"
+        )
+    return Sharing(how)
+
+
+def said_how(text: str, sharing: Sharing) -> str:
+    """Returns an allocation string with `|` that also says how GPUs are shared.
+
+    Example:
+        >>> said_how("sglang:d1|fsdp:d1", Sharing.SHARED)
+        'sglang:d1|fsdp:d1@shared'
+    """
+    return f"{text.partition('@')[0]}@{sharing}"

@@ -67,7 +67,10 @@ class BaseExperimentConfig:
     and the weights are sharded over 4 of them; `t`, `c` and `e` add tensor, context and expert
     parallelism. AReaL's older form, `sglang.d2p1t1+d1p1t1`, is accepted too; `p`, pipeline
     parallelism, must be 1. With only `fsdp:d1`, the recipe trains on dataset rows, and no server or
-    service is started."""
+    service is started. In `sglang:d1|fsdp:d1`, servers and trainer use the same GPUs: at once if
+    both fit into the memory, else in turns (`@shared` or `@alternating` at the end decides it).
+    `auto` lets `areal run` choose by the GPUs, their memory and the model's size. See
+    docs/gpu.md."""
     recipe: str = ""
     """The recipe file; set by `areal run`."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -245,7 +248,13 @@ def validate(config: BaseExperimentConfig) -> None:
             raise ConfigError(
                 f"{key} {getattr(config, key)!r}: expected lower-case letters, digits and dashes"
             )
-    layout = parse_allocation(config.allocation_mode).layout
+    allocation = parse_allocation(config.allocation_mode)
+    layout = allocation.layout
+    if allocation.sharing.together and config.weight_sync.transport == "distributed":
+        raise ConfigError(
+            f"weight_sync.transport 'distributed': expected disk or stream with allocation_mode "
+            f"{config.allocation_mode!r}, because two ranks of a group cannot have one GPU"
+        )
     for entry in config.endpoints.inference:
         parse_source(entry)
     _check_weights_path(config.weight_sync)

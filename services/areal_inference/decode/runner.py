@@ -71,6 +71,10 @@ class ModelRunner:
         """Use other weights from the next call on."""
         self.model.weights = weights
 
+    def unload(self) -> None:
+        """Release the memory of the weights, which nothing reads until `load`."""
+        self.load(self.model.weights.emptied())
+
     def reset(self) -> None:
         """Release the cache's memory."""
         self.cache.reset()

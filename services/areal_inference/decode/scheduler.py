@@ -63,6 +63,9 @@ class Runner(Protocol):
     def load(self, weights: Any) -> None:
         """Use other weights from the next call on."""
 
+    def unload(self) -> None:
+        """Release the weights' memory; `load` gives others."""
+
     def reset(self) -> None:
         """Release the cache's memory."""
 
@@ -104,6 +107,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.held: deque[Request] = deque()
         self.pause_mode: str | None = None
+        self.released: frozenset[str] = frozenset()
+        """Tags of the memory that was released; see `release`."""
+        self.unloaded = False
+        """Whether the weights were released and not loaded since."""
         self.stats = Stats()
         self._clock = clock
         self._gate_open = True
@@ -159,9 +166,35 @@ class Scheduler:
         self.pause_mode = None
 
     @property
+    def asleep(self) -> bool:
+        """Whether memory that decoding needs was released."""
+        return bool(self.released) or self.unloaded
+
+    def release(self, tags: frozenset[str]) -> bool:
+        """Give up memory: `kv_cache`, `weights`. False when requests still need the cache.
+
+        Requests wait until the memory is back and the weights are loaded.
+        """
+        if self.running or (self.waiting and not (self.asleep or self.pause_mode)):
+            return False
+        if "kv_cache" in tags:
+            self.runner.reset()
+        if "weights" in tags and not self.unloaded:
+            self.runner.unload()
+            self._donors.clear()
+            self.unloaded = True
+        self.released |= tags
+        return True
+
+    def regain(self, tags: frozenset[str]) -> None:
+        """Take memory back; weights that were released have to be loaded before decoding."""
+        self.released -= tags
+
+    @property
     def quiet(self) -> bool:
         """Whether weights may change now: paused, or all earlier requests have finished."""
-        return self.pause_mode is not None or not (self.running or self.waiting)
+        held = self.pause_mode is not None or self.asleep
+        return held or not (self.running or self.waiting)
 
     def close_gate(self) -> None:
         """Hold new requests back until `open_gate`, so that an update is not starved."""
@@ -182,6 +215,7 @@ class Scheduler:
             seconds: time that reading them took, for the metrics.
         """
         self.runner.load(weights)
+        self.unloaded = False
         self._donors.clear()
         self.stats.weight_updates += 1
         self.stats.weight_update_seconds += seconds
@@ -200,7 +234,9 @@ class Scheduler:
     @property
     def can_step(self) -> bool:
         """Whether `step` has something to do."""
-        return self.pause_mode is None and bool(self.running or self.waiting)
+        if self.pause_mode is not None or self.asleep:
+            return False
+        return bool(self.running or self.waiting)
 
     @property
     def throughput(self) -> float:

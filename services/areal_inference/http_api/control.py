@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _MAX_FLUSH_WAIT_S = 3600.0
 _PAUSE = {**COMMON, "mode": str}
 _CONTINUE = {**COMMON, "torch_empty_cache": bool}
+_MEMORY = {**COMMON, "tags": list}
+_TAGS = ("kv_cache", "weights", "cuda_graph")
 _ABORT = {
     "rid": str,
     "http_worker_ipc": object,
@@ -75,6 +77,8 @@ def control_routes(frontend: Frontend, headers: Mapping[str, str]) -> list[Starl
             ("/continue_generation", control.resume, ["POST"]),
             ("/abort_request", control.abort, ["POST"]),
             ("/flush_cache", control.flush, ["GET", "POST"]),
+            ("/release_memory_occupation", control.release, ["POST"]),
+            ("/resume_memory_occupation", control.regain, ["POST"]),
             ("/stage_weights", control.stage, ["POST"]),
             ("/update_weights_from_disk", control.update_from_disk, ["POST"]),
             ("/init_weights_update_group", groups.join_group, ["POST"]),
@@ -119,7 +123,8 @@ class _Control:
 
     def sets(self) -> Iterator[Weights]:
         """All weights in memory, that which serves first."""
-        yield self._frontend.runner.model.weights
+        if not self._frontend.scheduler.unloaded:
+            yield self._frontend.runner.model.weights
         if self._staged is not None:
             yield self._staged.weights
         if self._spare is not None:
@@ -139,8 +144,47 @@ class _Control:
         """Continue decoding."""
         await read_object(http, _CONTINUE)
         self._frontend.check_ready()
-        await self._frontend.engine.call(lambda s: s.resume(), self._timeout)
+
+        def go_on(scheduler: Scheduler) -> None:
+            _check_awake(scheduler)
+            if scheduler.unloaded:
+                raise RequestError(
+                    "continue_generation: the weights were released: expected "
+                    "/update_weights_from_disk first"
+                )
+            scheduler.resume()
+
+        await self._frontend.engine.call(go_on, self._timeout)
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def release(self, http: HttpRequest) -> Response:
+        """Give memory up (`tags`: kv_cache, weights, cuda_graph; all without): requests wait.
+
+        SGLang ends itself if requests are running; this engine refuses, and changes nothing.
+        """
+        tags = await _tags(http)
+        self._frontend.check_ready()
+
+        def give_up(scheduler: Scheduler) -> None:
+            if not scheduler.release(tags):
+                count = len(scheduler.running) or len(scheduler.waiting)
+                raise RequestError(
+                    f"release_memory_occupation: {count} requests are running: expected "
+                    "/pause_generation with mode abort or retract before. Nothing was changed."
+                )
+
+        async with self._frontend.weights_lock:
+            await self._frontend.engine.call(give_up, self._timeout)
+            if "weights" in tags:
+                self._staged = self._spare = None
+        return json_response(None)
+
+    async def regain(self, http: HttpRequest) -> Response:
+        """Take memory back. As SGLang's, released weights hold nothing until they are loaded."""
+        tags = await _tags(http)
+        self._frontend.check_ready()
+        await self._frontend.engine.call(lambda s: s.regain(tags), self._timeout)
+        return json_response(None)
 
     async def abort(self, http: HttpRequest) -> Response:
         """Finish one request, or all, with their partial output; unknown ids are no error."""
@@ -211,6 +255,7 @@ class _Control:
         from areal_inference.model.weights import load_weights
 
         frontend = self._frontend
+        _check_awake(frontend.scheduler)
         dtype: torch.dtype = getattr(torch, frontend.config.dtype)
         if self._staged is not None:  # and never asked for
             self._spare, self._staged = self._staged.weights, None
@@ -223,7 +268,7 @@ class _Control:
                 dtype,
                 headers=self._headers,
                 spare=self._spare,
-                held=frontend.runner.model.weights,
+                held=None if frontend.scheduler.unloaded else frontend.runner.model.weights,
                 source=source,
             )
             weights.checksums()  # now: later somebody waits for them
@@ -269,7 +314,7 @@ class _Control:
         assert fresh is not None
         flush = body.get("flush_cache", True)
 
-        before = frontend.runner.model.weights
+        before = None if frontend.scheduler.unloaded else frontend.runner.model.weights
 
         def swap(scheduler: Scheduler) -> int:
             if flush and scheduler.running:
@@ -320,12 +365,29 @@ class _Control:
             raise SchemaError(f"action: {body.get('action')!r}, expected 'checksum'")
         self._frontend.check_ready()
         runner = self._frontend.runner
+        if self._frontend.scheduler.unloaded:
+            raise RequestError("weights_checker: the weights were released: expected a load first")
         async with self._frontend.weights_lock:  # or the set being read might become the spare one
             weights, version = await self._frontend.engine.call(
                 lambda s: (runner.model.weights, s.weight_version), self._timeout
             )
             checksums = await asyncio.to_thread(weights.checksums)
         return _checksums(checksums, weight_version=version)
+
+
+async def _tags(http: HttpRequest) -> frozenset[str]:
+    tags = (await read_object(http, _MEMORY)).get("tags") or list(_TAGS)
+    if unknown := [tag for tag in tags if tag not in _TAGS]:
+        raise SchemaError(f"tags: {unknown[0]!r:.100}, expected one of {list(_TAGS)}")
+    return frozenset(tags)
+
+
+def _check_awake(scheduler: Scheduler) -> None:
+    if scheduler.released:
+        raise RequestError(
+            f"memory is released ({', '.join(sorted(scheduler.released))}): expected "
+            "/resume_memory_occupation first"
+        )
 
 
 def _checksums(checksums: dict[str, str], **more: str) -> Response:

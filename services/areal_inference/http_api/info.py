@@ -52,8 +52,10 @@ class _Info:
         return Response(status_code=200)
 
     async def ready(self, _: HttpRequest) -> Response:
-        """200 if healthy and not paused."""
+        """200 if healthy, not paused, and with its memory."""
         self._frontend.check_health()
+        if self._frontend.scheduler.asleep:
+            raise Unavailable("memory is released")
         if self._frontend.scheduler.pause_mode is not None:
             raise Unavailable("generation is paused")
         return Response(status_code=200)
@@ -121,6 +123,7 @@ class _Info:
                         "weight_version": scheduler.weight_version,
                         "last_gen_throughput": scheduler.throughput,
                         "paused": scheduler.pause_mode,
+                        "released": sorted(scheduler.released),
                     }
                 ],
                 "version": VERSION,

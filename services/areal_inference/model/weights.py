@@ -90,6 +90,11 @@ class Weights:
             self.sums.update(zip(self.views, digests, strict=True))
         return self.sums
 
+    def emptied(self) -> Weights:
+        """Return a set of the same dtype that holds nothing."""
+        none = self.embed.new_empty(0)
+        return Weights(none, none, none, (), {})
+
     def digest(self) -> str:
         """`PolicyVersion.digest` of these weights, if they were published in this dtype."""
         dtype = _NAMES[self.embed.dtype]

@@ -8,13 +8,15 @@ and services run beside the launcher, inference servers and trainer ranks on the
 |------------|-----------------------|-----------------------------------------------------------|
 | GPUs       | on the first nodes    | on what is left of a single node, or on nodes of their own |
 | none       | on the first nodes    | spread over all, as CPU engines always are                |
+
+With `|` in `allocation_mode`, servers are on the trainer's GPUs, and there is one node.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areal.config.allocation import parse_allocation
@@ -40,6 +42,9 @@ class Placement:
     """Of each inference server, in order; the last one's for those beyond."""
     trainer: tuple[Node, ...] = (Node(),)
     """One per node of the trainer, which its ranks share evenly."""
+    servers_part: float = 0.0
+    """Part of a GPU's free memory that a server takes for weights and cache, where the trainer uses
+    the same GPU; 0: its engine decides."""
 
 
 LOCAL = Placement()
@@ -60,9 +65,15 @@ def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
     """Returns the nodes that `allocation_mode` takes.
 
     Raises:
-        ConfigError: Ranks do not share nodes evenly, or a server needs more GPUs than a node has.
+        ConfigError: Ranks do not share nodes evenly, or a server needs more GPUs than a node has;
+            or `allocation_mode` is `auto`, which only a launcher on this machine replaces.
     """
     allocation, stack = parse_allocation(config.allocation_mode), config.stack
+    if not allocation.chosen:
+        raise ConfigError(
+            "allocation_mode 'auto': only this machine's GPUs can be looked at: expected e.g. "
+            "'sglang:d4+fsdp:d4' elsewhere"
+        )
     ranks, gpus = allocation.trainer_ranks, stack.gpus_per_node
     per_node = stack.ranks_per_node or (min(ranks, gpus) if gpus else ranks)
     per_node = min(per_node, ranks)
@@ -72,6 +83,11 @@ def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
             f"evenly over nodes of {per_node}; set stack.ranks_per_node to a divisor of {ranks}"
         )
     trainer_nodes = ranks // per_node
+    if allocation.sharing.together and trainer_nodes > 1:
+        raise ConfigError(
+            f"allocation_mode {config.allocation_mode!r}: '|' is for the GPUs of one machine, and "
+            f"{ranks} trainer ranks take {trainer_nodes} nodes of {per_node}: expected '+'"
+        )
     if not gpus:
         return NodeCounts(trainer_nodes, trainer_nodes, per_node, 0)
     servers = servers_on_gpus(config)
@@ -80,7 +96,8 @@ def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
             f"stack.gpus_per_node {gpus}: {config.allocation_mode!r} puts {per_node} ranks on a "
             f"node and gives each server {allocation.inference_gpus} GPUs"
         )
-    if trainer_nodes == 1 and per_node + servers * allocation.inference_gpus <= gpus:
+    alone = 0 if allocation.sharing.together else servers * allocation.inference_gpus
+    if trainer_nodes == 1 and per_node + alone <= gpus:
         return NodeCounts(1, 1, per_node, 0)
     per_server_node = gpus // allocation.inference_gpus
     return NodeCounts(
@@ -93,6 +110,19 @@ def servers_on_gpus(config: BaseExperimentConfig) -> int:
     if config.endpoints.inference or uses_cpu_engine(config):
         return 0
     return parse_allocation(config.allocation_mode).inference_replicas
+
+
+def refuse_sharing(config: BaseExperimentConfig, where: str) -> None:
+    """Refuses servers on the trainer's GPUs where no one looks at their memory.
+
+    Raises:
+        ConfigError: `allocation_mode` has `|`.
+    """
+    if parse_allocation(config.allocation_mode).sharing.together:
+        raise ConfigError(
+            f"allocation_mode {config.allocation_mode!r}: '|' works on one machine (--on local), "
+            f"not on {where}: expected '+'"
+        )
 
 
 def too_few_nodes(config: BaseExperimentConfig, there: int) -> str:
@@ -110,6 +140,10 @@ def too_few_nodes(config: BaseExperimentConfig, there: int) -> str:
     if width > 1:
         taken += f" of {width} GPUs"
     ways = ["run it --on slurm or ray"] if there == 1 else ["take more nodes"]
+    if there == 1 and servers and gpus % width == 0 and allocation.layout.plain:
+        tensor = f"t{width}" if width > 1 else ""
+        same = f"'sglang:d{gpus // width}{tensor}|fsdp:d{gpus}'"
+        ways.insert(0, f"put both on the same GPUs with allocation_mode={same}")
     if gpus > 1:
         ways.append(f"choose an allocation_mode of at most {gpus * there} GPUs")
     if servers:
@@ -156,7 +190,8 @@ def assign(config: BaseExperimentConfig, nodes: Sequence[Node], bind: str) -> Pl
         if not on_gpus:
             return part(nodes[index % len(nodes)], 0, 0)
         if counts.nodes == 1:
-            return part(nodes[0], counts.ranks_per_node + index * width, width)
+            first = 0 if allocation.sharing.together else counts.ranks_per_node
+            return part(nodes[0], first + index * width, width)
         node = nodes[counts.trainer_nodes + index // counts.servers_per_node]
         return part(node, index % counts.servers_per_node * width, width)
 
@@ -174,13 +209,18 @@ def assign(config: BaseExperimentConfig, nodes: Sequence[Node], bind: str) -> Pl
 class Cluster:
     """Lends nodes for the time of one stack: this machine; the others derive from it."""
 
+    def __init__(self, servers_part: float = 0.0) -> None:
+        """`servers_part`: see `Placement`."""
+        self._servers_part = servers_part
+
     async def open(self, config: BaseExperimentConfig) -> Placement:
         """Takes the nodes.
 
         Raises:
             CannotStart: The cluster has too few nodes or GPUs, or cannot be reached.
         """
-        return assign(config, [Node(gpus=lent(os.environ, config.stack.gpus_per_node))], HOST)
+        nodes = [Node(gpus=lent(os.environ, config.stack.gpus_per_node))]
+        return replace(assign(config, nodes, HOST), servers_part=self._servers_part)
 
     async def spawn(self, spec: ProcessSpec, stack_id: str) -> Life:
         """Starts one life of a process on the spec's nodes; raises OSError when that fails."""

@@ -25,7 +25,7 @@ from areal.config.presets import preset
 from areal.config.services import EndpointsConfig, KubernetesConfig, SlurmConfig
 from areal.errors import ArealError, ConfigError, NotFound
 from areal.security import Security, SecurityConfig
-from areal_launch.clusters.base import count_nodes, servers_on_gpus
+from areal_launch.clusters.base import count_nodes, refuse_sharing, servers_on_gpus
 from areal_launch.clusters.kubernetes_api import KubernetesApi
 from areal_launch.clusters.pods import component_of
 from areal_launch.processes.commands import find_program, run_command
@@ -43,7 +43,12 @@ FORWARDED = {
 
 
 def allocation_values(config: BaseExperimentConfig) -> dict[str, Any]:
-    """Returns the chart's values for `allocation_mode`, `stack` and `model.path`."""
+    """Returns the chart's values for `allocation_mode`, `stack` and `model.path`.
+
+    Raises:
+        ConfigError: `allocation_mode` has `|`, or cannot be spread over pods.
+    """
+    refuse_sharing(config, "Kubernetes")
     allocation, counts = parse_allocation(config.allocation_mode), count_nodes(config)
     gpus = config.stack.gpus_per_node
     servers: dict[str, Any] = {

@@ -31,6 +31,7 @@ from areal_launch.clusters.base import (
     Cluster,
     Placement,
     count_nodes,
+    refuse_sharing,
     servers_on_gpus,
 )
 from areal_launch.gpus.visible import VARIABLE
@@ -61,6 +62,7 @@ def bundles_of(config: BaseExperimentConfig) -> list[dict[str, float]]:
     Raises:
         ConfigError: The allocation does not fall into nodes.
     """
+    refuse_sharing(config, "Ray")
     counts, allocation = count_nodes(config), parse_allocation(config.allocation_mode)
     servers = 0 if config.endpoints.inference else allocation.inference_replicas
     width = allocation.inference_gpus if servers_on_gpus(config) else 0

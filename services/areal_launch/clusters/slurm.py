@@ -23,7 +23,14 @@ from typing import Any
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, ConfigError
 from areal.security import without_secrets
-from areal_launch.clusters.base import EVERYWHERE, Cluster, Placement, assign, count_nodes
+from areal_launch.clusters.base import (
+    EVERYWHERE,
+    Cluster,
+    Placement,
+    assign,
+    count_nodes,
+    refuse_sharing,
+)
 from areal_launch.gpus.visible import VARIABLE
 from areal_launch.processes.commands import run_command
 from areal_launch.processes.process import Child, Node, ProcessSpec
@@ -48,6 +55,7 @@ def render_script(config: BaseExperimentConfig, folder: Path, experiment: Path) 
         folder: Where the job's output goes; absolute.
         experiment: The resolved experiment file; absolute.
     """
+    refuse_sharing(config, "Slurm")
     slurm, counts = config.stack.slurm, count_nodes(config)
     options = {
         "job-name": f"areal-{config.experiment_name}-{config.trial_name}",
@@ -149,6 +157,7 @@ class SlurmCluster(Cluster):
 
     async def open(self, config: BaseExperimentConfig) -> Placement:
         """Names of nodes as Slurm knows them become addresses; this one goes first."""
+        refuse_sharing(config, "Slurm")
         names = (
             await asyncio.to_thread(_run, ["scontrol", "show", "hostnames", self._list])
         ).split()

@@ -77,14 +77,15 @@ class Rule:
 
 
 def _allocation(out: Converted, text: str) -> None:
-    form = r"(sglang|vllm)?[.:]?([a-z0-9]+)\+(?:(fsdp|megatron|archon)[.:])?([a-z0-9]+)"
+    form = r"(sglang|vllm)?[.:]?([a-z0-9]+)([+|])(?:(fsdp|megatron|archon)[.:])?([a-z0-9]+)"
     match = re.fullmatch(form, str(text))
     if match is None:
         raise ConfigError(f"allocation_mode {text!r}: expected e.g. sglang:d4+fsdp:d2t2")
-    _backends(out, f"{match[1] or 'sglang'}:{match[2]}", f"{match[3] or 'fsdp'}:{match[4]}")
+    rollout, actor = f"{match[1] or 'sglang'}:{match[2]}", f"{match[4] or 'fsdp'}:{match[5]}"
+    _backends(out, rollout, actor, match[3])
 
 
-def _backends(out: Converted, rollout: str, actor: str) -> None:
+def _backends(out: Converted, rollout: str, actor: str, join: str = "+") -> None:
     halves = []
     for key, backend, ours in (("rollout", rollout, "sglang"), ("actor", actor, "fsdp")):
         name, _, sizes = backend.partition(":")
@@ -93,7 +94,7 @@ def _backends(out: Converted, rollout: str, actor: str) -> None:
         if pipeline := re.search(r"p(?!1(?!\d))\d+", sizes):
             out.note(f"{key} {pipeline[0]}", "no pipeline parallelism here; its ranks are left out")
         halves.append(f"{ours}:" + (re.sub(r"p\d+|[tce]1(?!\d)", "", sizes) or "d1"))
-    out.keys["allocation_mode"] = "+".join(halves)
+    out.keys["allocation_mode"] = join.join(halves)
 
 
 def _name(key: str) -> Rule:

@@ -9,8 +9,10 @@ from areal.errors import InvalidInput
 from areal_launch.clusters.base import Cluster
 from areal_launch.commands.stack import read_experiment, resolve_run, run_foreground
 from areal_launch.doctor.gpus import refuse_unusable
+from areal_launch.doctor.settle import settle_here
 from areal_launch.stack.recipe_check import refuse_failing
 from areal_launch.stack.trial_config import check_unchanged
+from areal_launch.view.output import say
 
 
 def run_on(
@@ -56,6 +58,10 @@ def run_on(
 
         cluster = RayCluster()
     else:
+        settled = settle_here(resolved.config, resolved.source)
+        if settled.why and not as_json:
+            say(settled.why)
+        cluster = Cluster(settled.servers_part)
         refuse_unusable(resolved.config)
         asyncio.run(refuse_failing(resolved.config, model_later=resolved.model_later))
     return run_foreground(

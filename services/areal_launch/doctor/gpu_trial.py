@@ -76,7 +76,7 @@ def _assigned(config: BaseExperimentConfig) -> tuple[str, ...]:
         machine = look(config)
         judged = judge(config, machine)
         if judged.trainer:
-            return judged.trainer + judged.servers
+            return tuple(dict.fromkeys(judged.trainer + judged.servers))  # `|`: the same ones
     except ArealError:
         pass
     found = probe(sys.executable)

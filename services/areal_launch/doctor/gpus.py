@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from areal.config.allocation import parse_allocation
+from areal.config.allocation import AUTO, parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import CannotStart
 from areal_launch.clusters.base import count_nodes, servers_on_gpus, too_few_nodes
@@ -55,7 +55,8 @@ class Judged:
     """GPUs of the trainer's ranks; empty if the run cannot start, or has other nodes."""
     servers: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ()
-    """What torch says about the GPUs in `trainer`, then about those in `servers`."""
+    """What torch says about the GPUs in `trainer`, then about those in `servers`, if it was asked.
+    They are the same ones where `allocation_mode` has `|`."""
 
     @property
     def findings(self) -> list[Finding]:
@@ -107,18 +108,42 @@ def judge(config: BaseExperimentConfig, machine: Machine, *, servers_only: bool 
     if refused is not None:
         return Judged(replace(refused, name="gpus"), engine)
     names = lent(machine.environment, len(machine.torch.devices) if machine.torch else wanted)
-    ends = ranks + servers_on_gpus(config) * parse_allocation(config.allocation_mode).inference_gpus
+    allocation = parse_allocation(config.allocation_mode)
+    first = 0 if allocation.sharing.together else ranks
+    ends = first + servers_on_gpus(config) * allocation.inference_gpus
     return Judged(
-        _placed(config, names, ranks, ends, machine.torch),
+        _placed(config, names, ranks, range(first, ends), machine.torch),
         engine,
         names[:ranks],
-        names[ranks:ends],
-        _devices(names[:ends], machine.torch),
+        names[first:ends],
+        _devices([*range(ranks), *range(first, ends)], machine.torch),
     )
 
 
+def free_bytes(config: BaseExperimentConfig, machine: Machine) -> list[int]:
+    """Returns the free memory of each GPU that the stack may have, as far as torch was asked.
+
+    Args:
+        config: Valid.
+        machine: From `look`.
+
+    Raises:
+        CannotStart: It cannot have them; see `refuse_unusable`.
+    """
+    wanted = config.stack.gpus_per_node
+    if not wanted:
+        return []
+    # One server and one rank on one GPU fit into any number of GPUs.
+    refuse_unusable(replace(config, allocation_mode="sglang:d1|fsdp:d1"), machine=machine)
+    return [each.free for each in _devices(range(wanted), machine.torch)] or [0] * wanted
+
+
 def refuse_unusable(
-    config: BaseExperimentConfig, *, with_trainer: bool = True, servers_only: bool = False
+    config: BaseExperimentConfig,
+    *,
+    with_trainer: bool = True,
+    servers_only: bool = False,
+    machine: Machine | None = None,
 ) -> None:
     """Ends a command whose stack could not use its GPUs on this machine.
 
@@ -126,6 +151,7 @@ def refuse_unusable(
         config: Valid.
         with_trainer: See `look`.
         servers_only: See `judge`.
+        machine: From `look`, if it was called before.
 
     Raises:
         CannotStart: The first row that a doctor would call missing, in one line.
@@ -133,7 +159,7 @@ def refuse_unusable(
     """
     if not config.stack.gpus_per_node:
         return
-    machine = look(config, with_trainer=with_trainer)
+    machine = machine or look(config, with_trainer=with_trainer)
     for each in judge(config, machine, servers_only=servers_only).findings:
         if each.verdict.fatal:
             asked = f"stack.gpus_per_node {config.stack.gpus_per_node}"
@@ -219,12 +245,13 @@ def _placed(
     config: BaseExperimentConfig,
     names: tuple[str, ...],
     ranks: int,
-    ends: int,
+    served: range,
     torch: TorchFound | None,
 ) -> Finding:
     """The row of GPUs that are given out."""
+    ends = max(ranks, served.stop)
     parts = [f"trainer {','.join(names[:ranks])}"] if ranks else []
-    parts += [f"servers {','.join(names[ranks:ends])}"] if ends > ranks else []
+    parts += [f"servers {','.join(names[served.start : served.stop])}"] if served else []
     found = f"{'; '.join(parts)}; {torch}" if torch is not None else "; ".join(parts)
     there, wanted = len(names), config.stack.gpus_per_node
     if ends < there and not names[0].startswith(MIG):
@@ -238,6 +265,8 @@ def _placed(
 def _suggestion(config: BaseExperimentConfig, gpus: int) -> str:
     """An allocation_mode that takes all GPUs, half of them for servers if there are any."""
     allocation = parse_allocation(config.allocation_mode)
+    if allocation.sharing.together:
+        return AUTO
     if not allocation.layout.plain:
         return ""
     if not servers_on_gpus(config):
@@ -249,11 +278,11 @@ def _suggestion(config: BaseExperimentConfig, gpus: int) -> str:
     return f"sglang:d{servers}{tensor}+fsdp:d{gpus - servers * width}" if servers else ""
 
 
-def _devices(names: tuple[str, ...], torch: TorchFound | None) -> tuple[Device, ...]:
+def _devices(indices: Iterable[int], torch: TorchFound | None) -> tuple[Device, ...]:
     if torch is None or not torch.devices:
         return ()
-    last = len(torch.devices) - 1
-    return tuple(torch.devices[min(index, last)] for index in range(len(names)))
+    last = len(torch.devices) - 1  # of slices (MIG) torch sees one
+    return tuple(torch.devices[min(index, last)] for index in indices)
 
 
 def _engine(config: BaseExperimentConfig, sglang: Installed) -> Finding | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import platform
 import shutil
 import sys
@@ -16,7 +17,7 @@ import psutil
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig, cautions
 from areal.engines.parallel.estimate import BYTES, ModelShape
-from areal.errors import ArealError, InvalidInput
+from areal.errors import ArealError
 from areal.models.directory import serving_dtype
 from areal.security import Security
 from areal_launch.clusters.base import servers_on_gpus
@@ -39,6 +40,7 @@ from areal_launch.doctor.preflight import (
     tokenizer_problem,
     weights_problem,
 )
+from areal_launch.doctor.settle import open_question, settle, shape_of
 from areal_launch.gpus.engine import inference_command
 from areal_launch.processes.free_ports import FIRST_PORT, LAST_PORT, PortPicker
 from areal_launch.stack.plan import missing_model
@@ -65,7 +67,9 @@ def examine_here(
         described_in: A folder with the config.json of a model that is not there yet; None: it is
             in `model.path`, if anywhere.
     """
-    shape = _shape(described_in or Path(config.model.path)) if config.model.path else None
+    shape = shape_of(described_in or Path(config.model.path)) if config.model.path else None
+    config = copy.deepcopy(config)
+    allocation = _allocation(config, shape)
     training = config if isinstance(config, GRPOConfig) else None
     will_prepare = can_prepare and bool(missing_model(config))
     tokenizer = "the recipe creates it" if will_prepare else str(config.tokenizer_dir)
@@ -81,6 +85,7 @@ def examine_here(
     )
     return [
         *before,
+        *allocation,
         *_gpu_findings(config, shape),
         *examine(
             {
@@ -106,6 +111,18 @@ def examine_here(
     ]
 
 
+def _allocation(config: BaseExperimentConfig, shape: ModelShape | None) -> list[Finding]:
+    """What a run would put into `allocation_mode`, and puts it; no row where it is said."""
+    if not open_question(config):
+        return []
+
+    def decide() -> Finding:
+        settled = settle(config, shape, look(config, memory=True))
+        return ok(settled.why or config.allocation_mode)
+
+    return examine({"allocation": decide})
+
+
 def _gpu_findings(config: BaseExperimentConfig, shape: ModelShape | None) -> list[Finding]:
     """Which GPUs the stack gets, what serves, and whether the model fits on them."""
     try:
@@ -113,6 +130,8 @@ def _gpu_findings(config: BaseExperimentConfig, shape: ModelShape | None) -> lis
     except ArealError as error:
         return examine({"gpus": partial(missing, str(error))})
     checks: dict[str, Check] = {}
+    if parse_allocation(config.allocation_mode).sharing.together and judged.servers:
+        return judged.findings  # the row `allocation` has compared both with the memory
     serves = bool(config.stack.gpus_per_node and servers_on_gpus(config))
     if config.stack.gpus_per_node and isinstance(config, GRPOConfig):
         there = judged.least_free(trainer=True)
@@ -178,14 +197,6 @@ def _disk(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
         fix = f"make room for about {needed / _GIB:.1f} GiB, or set a smaller checkpoint.keep"
         return missing(found, fix)
     return ok(f"{found}, about {needed / _GIB:.1f} GiB needed")
-
-
-def _shape(folder: Path) -> ModelShape | None:
-    """None: the model is not there, or its memory cannot be estimated."""
-    try:
-        return ModelShape.read(folder)
-    except InvalidInput:
-        return None
 
 
 def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:

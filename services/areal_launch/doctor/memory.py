@@ -6,10 +6,11 @@ A trainer rank's is `areal.engines.parallel.estimate`. A server holds its weight
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal.config.allocation import parse_allocation
+from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig, micro_batch_tokens
 from areal.config.training import Checkpointing
 from areal.engines.parallel import estimate
@@ -55,6 +56,18 @@ def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int
     mode = estimate.choose(actor, shape, setting, there, config.ref)
     need = estimate.trainer_rank(actor, shape, setting, mode, config.ref)
     return Trainer(need, mode, estimate.ways_out(need, actor, mode, setting))
+
+
+def trainer_ranks(config: GRPOConfig, shape: ModelShape) -> Iterator[Trainer]:
+    """Returns what a rank needs on a GPU, the fastest of what its layers may keep first."""
+    chosen = config.actor.gradient_checkpointing
+    layout = parse_allocation(config.allocation_mode).layout
+    setting = Setting(layout, micro_batch_tokens(config), gpu=True)
+    for mode in estimate.MODES if chosen is None else ():
+        need = estimate.trainer_rank(config.actor, shape, setting, mode, config.ref)
+        yield Trainer(need, mode, estimate.ways_out(need, config.actor, mode, setting))
+    if chosen is not None:
+        yield trainer_rank(config, shape, gpu=True)
 
 
 def server(config: BaseExperimentConfig, shape: ModelShape, *, gpu: bool) -> Need:
@@ -103,4 +116,6 @@ def host(config: BaseExperimentConfig, shape: ModelShape, *, ranks: int) -> Need
         parts["checkpoint"] = 3 * own  # the weight and two moments
         if config.actor.offload:
             parts["states"] = 4 * own
+        elif parse_allocation(config.allocation_mode).sharing is Sharing.ALTERNATING:
+            parts["states"] = 3 * own  # while the servers have the GPU; there are no gradients then
     return Need(parts)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.clients.weight_sync import WeightSyncClient
+from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig, save_config
 from areal.errors import CannotStart, InvalidInput, NotFound, WaitTimeout
 from areal.security import Security
@@ -251,13 +252,17 @@ class LocalStack:
         supervisor.start(*plan.services)
         first = [s.name for s in plan.services if s.name in ("buffer", "weight-sync")]
         await supervisor.wait_up(first, deadline - time.monotonic())
+        # On the same GPU, a server takes its part of what is free when it starts.
+        first_servers = parse_allocation(self.config.allocation_mode).sharing.together
+        if first_servers:
+            await supervisor.or_failure(self._bring_servers_in(deadline))
         if plan.trainer is not None:
             supervisor.start(plan.trainer)
         others = [s.name for s in plan.services if s.name not in first]
         await supervisor.or_failure(
             asyncio.gather(
                 supervisor.wait_up(others, deadline - time.monotonic()),
-                self._bring_servers_in(deadline),
+                *(() if first_servers else (self._bring_servers_in(deadline),)),
             )
         )
 

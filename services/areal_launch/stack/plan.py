@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from areal.chassis.bad_input import VERDICT_VARIABLE
-from areal.config.allocation import parse_allocation
+from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
 from areal.models.directory import serving_dtype
@@ -32,6 +32,9 @@ _SERVICES = {
     "reward": ("areal_reward", "reward"),
     "sandbox": ("areal_sandbox", "sandbox"),
 }
+
+_MEMORY = "mem-fraction-static"
+"""SGLang's flag for the part of a GPU's free memory that weights and cache take."""
 
 
 @dataclass
@@ -217,13 +220,20 @@ class _Planner:
             arguments["token-file"] = config.security.token_file
         elif config.security.token_file:
             command, arguments["config"] = sglang_config(config, folder, command)
-        if command and (width := parse_allocation(config.allocation_mode).inference_gpus) > 1:
-            arguments["tensor-parallel-size"] = str(width)
+        allocation = parse_allocation(config.allocation_mode)
+        if command and allocation.inference_gpus > 1:
+            arguments["tensor-parallel-size"] = str(allocation.inference_gpus)
+        part = self.placement.servers_part
+        if command and part and not any(_MEMORY in each for each in command):
+            arguments[_MEMORY] = f"{part:.2f}"
+        turns = command and allocation.sharing is Sharing.ALTERNATING
+        flags = ("--enable-memory-saver",) if turns else ()
         return ProcessSpec(
             name=name,
             argv=(
                 *(command or (sys.executable, "-m", "areal_inference")),
                 *(part for key, value in arguments.items() for part in (f"--{key}", value)),
+                *flags,
             ),
             log=folder.log_of(name),
             probe=http_probe(node.address, port, "/health"),

@@ -1,6 +1,8 @@
 """Checkpoint folders: exactly this model's tensors, or one line that says what is wrong."""
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.inference_server import make_model
 
+from areal_inference.decode.runner import ModelRunner
 from areal_inference.model.config import ModelConfig
+from areal_inference.model.kv_cache import KVCache
+from areal_inference.model.transformer import Model
 from areal_inference.model.weights import WeightError, load_weights
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -119,3 +124,17 @@ def test_load_when_checkpoint_is_bfloat16_then_converted(folder: Path):
     rewrite(folder, lambda t: {name: tensor.bfloat16() for name, tensor in t.items()})
     weights = load(folder)
     assert weights.embed.dtype == torch.float32
+
+
+def test_weights_when_they_are_unloaded_then_no_reference_keeps_their_memory(folder):
+    config, weights = ModelConfig.from_folder(folder), load(folder)
+    weights.checksums()
+    model = Model(config, weights, 64)
+    cache = KVCache(config, torch.float32, max_rows=2, max_length=64)
+    runner = ModelRunner(model, cache, max_total_tokens=128, max_prefill_tokens=64, seed=0)
+    kept = weakref.ref(weights.layers[0].qkv)
+    del weights
+    runner.unload()
+    gc.collect()
+    assert kept() is None
+    assert model.weights.embed.numel() == 0

@@ -95,6 +95,8 @@ def test_file_when_converted_then_ours_reads_it_with_their_numbers(tmp_path: Pat
         ("sglang:d2t4+fsdp:d4c2", "sglang:d2t4+fsdp:d4c2"),
         ("vllm:d1+megatron:d4e2", "sglang:d1+fsdp:d4e2"),
         ("sglang:d1+megatron:d2p4t2", "sglang:d1+fsdp:d2t2"),
+        ("sglang:d2|fsdp:d2", "sglang:d2|fsdp:d2"),
+        ("sglang.d2p1t1|d2p1t1", "sglang:d2|fsdp:d2"),
     ],
 )
 def test_allocation_when_converted_then_the_layout_stays(theirs: str, ours: str) -> None:

@@ -183,3 +183,12 @@ def test_sglang_when_its_environment_is_half_then_nothing_runs_in_it(
     found = tried(*GPUS)
     assert "SGLang is only half installed" in found["sglang"].found
     assert "run `make sglang-gpu` again" in found["sglang"].fix
+
+
+def test_pair_when_servers_and_trainer_share_a_gpu_then_it_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, tmp_path, there=1)
+    overrides = ["allocation_mode=sglang:d1|fsdp:d1", "stack.gpus_per_node=1"]
+    config = build_config(GRPOConfig, None, overrides)
+    assert gpu_trial._assigned(config) == ("0",)

@@ -11,6 +11,9 @@ from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import CannotStart, ConfigError
 from areal.security import Security
 from areal_launch.clusters.base import EVERYWHERE, Cluster, assign, count_nodes
+from areal_launch.clusters.kubernetes import allocation_values
+from areal_launch.clusters.ray import bundles_of
+from areal_launch.clusters.slurm import render_script
 from areal_launch.processes.process import Node
 from areal_launch.run_folder import RunFolder
 from areal_launch.stack.plan import plan_stack
@@ -128,8 +131,9 @@ def test_plan_when_this_machine_has_gpus_then_each_process_sees_its_own(
         (
             ["allocation_mode=sglang:d1+fsdp:d1", "stack.gpus_per_node=1"],
             "needs 2 GPUs for 1 trainer rank and 1 server, so with stack.gpus_per_node 1 and 1 "
-            "trainer rank on a node it takes 2 nodes, and there is 1; run it --on slurm or ray, or "
-            "serve on CPUs with stack.inference_command=cpu, or name servers elsewhere in "
+            "trainer rank on a node it takes 2 nodes, and there is 1; put both on the same GPUs "
+            "with allocation_mode='sglang:d1|fsdp:d1', or run it --on slurm or ray, or serve on "
+            "CPUs with stack.inference_command=cpu, or name servers elsewhere in "
             "endpoints.inference, or train without servers (allocation_mode=fsdp:d1",
         ),
         (
@@ -167,3 +171,42 @@ async def test_cluster_when_the_user_has_chosen_gpus_then_those_are_lent(
         ("GPU-a",),
         ("5",),
     ]
+
+
+@pytest.mark.parametrize(
+    ("allocation", "gpus", "trainer", "servers"),
+    [
+        ("sglang:d1|fsdp:d1", 1, "0", ["0"]),
+        ("sglang:d4|fsdp:d4", 8, "0123", ["0", "1", "2", "3"]),
+        ("sglang:d2t2|fsdp:d4@shared", 4, "0123", ["01", "23"]),
+        ("sglang:d2|fsdp:d2", 0, "", ["", ""]),
+    ],
+)
+def test_assign_when_gpus_are_shared_then_servers_are_on_those_of_the_trainer(
+    allocation: str, gpus: int, trainer: str, servers: list[str]
+) -> None:
+    config = make(f"allocation_mode={allocation}", f"stack.gpus_per_node={gpus}")
+    assert count_nodes(config).nodes == 1
+    placement = assign(config, [Node()], "127.0.0.1")
+    assert [node.gpus for node in placement.trainer] == [tuple(trainer)]
+    assert [node.gpus for node in placement.inference] == [tuple(each) for each in servers]
+
+
+@pytest.mark.parametrize("allocation", ["sglang:d1|fsdp:d1", "auto"])
+def test_cluster_when_its_gpus_cannot_be_looked_at_then_names_what_to_write(
+    tmp_path: Path, allocation: str
+) -> None:
+    config = make(f"allocation_mode={allocation}", "stack.gpus_per_node=8")
+    for use in (
+        lambda: bundles_of(config),
+        lambda: allocation_values(config),
+        lambda: render_script(config, tmp_path, tmp_path / "experiment.yaml"),
+    ):
+        with pytest.raises(ConfigError, match=r"^allocation_mode '.*expected "):
+            use()
+
+
+def test_shape_when_gpus_are_shared_over_nodes_then_refused() -> None:
+    config = make("allocation_mode=sglang:d4|fsdp:d4", "stack.gpus_per_node=2")
+    with pytest.raises(ConfigError, match=r"'\|' is for the GPUs of one machine"):
+        count_nodes(config)

@@ -39,8 +39,9 @@ _LOGIT_BYTES = 20
 # What a process takes before it has a tensor: python with torch and transformers (measured); a
 # CUDA context with NCCL's buffers.
 PROCESS, CUDA = int(0.4 * GIB), int(1.5 * GIB)
-_MODES: tuple[Checkpointing, ...] = ("none", "selective", "full", "offload")
-_SURELY = 0.8
+MODES: tuple[Checkpointing, ...] = ("none", "selective", "full", "offload")
+"""What layers may keep for the backward pass, the fastest first."""
+SURELY = 0.8
 """Of the memory that is there: what an allocator leaves in pieces takes the rest."""
 
 
@@ -298,8 +299,8 @@ def choose(
         return "none"
     if shape is None or not there:
         return "full"
-    needs = ((mode, trainer_rank(engine, shape, setting, mode, reference)) for mode in _MODES)
-    return next((mode for mode, need in needs if need.total <= _SURELY * there), "offload")
+    needs = ((mode, trainer_rank(engine, shape, setting, mode, reference)) for mode in MODES)
+    return next((mode for mode, need in needs if need.total <= SURELY * there), "offload")
 
 
 def compute_dtype(engine: TrainEngineConfig, *, gpu: bool) -> str:
@@ -311,7 +312,7 @@ def ways_out(
     need: Need | None, engine: TrainEngineConfig, mode: Checkpointing, setting: Setting
 ) -> str:
     """Return settings that reduce a rank's memory, those for its largest part first."""
-    lighter = _MODES[_MODES.index(mode) + 1 : None if setting.gpu else -1]
+    lighter = MODES[MODES.index(mode) + 1 : None if setting.gpu else -1]
     tokens = engine.mb_spec.max_tokens_per_mb
     activations = [f"a smaller actor.mb_spec.max_tokens_per_mb ({tokens})"]
     if lighter:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal.config.allocation import Layout, parse_allocation
+from areal.config.allocation import Layout, Sharing, parse_allocation, said_how
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import ConfigError
 
@@ -100,3 +100,47 @@ def test_layers_when_compiled_then_a_layout_with_t_is_refused():
     )
     with pytest.raises(ConfigError, match=said):
         parse_allocation("sglang:d1+fsdp:d2t2").layout.check_compiled()
+
+
+@pytest.mark.parametrize(
+    ("text", "sharing"),
+    [
+        ("sglang:d2+fsdp:d1", Sharing.APART),
+        ("fsdp:d1", Sharing.APART),
+        ("sglang:d1|fsdp:d1", Sharing.FITTING),
+        ("sglang:d2t2|fsdp:d4", Sharing.FITTING),
+        ("sglang.d2p1t1|d2", Sharing.FITTING),
+        ("sglang:d1|fsdp:d1@shared", Sharing.SHARED),
+        ("sglang:d1|fsdp:d1@alternating", Sharing.ALTERNATING),
+    ],
+)
+def test_allocation_when_gpus_are_shared_or_not_then_says_how(text, sharing):
+    allocation = parse_allocation(text)
+    assert allocation.sharing is sharing
+    servers = allocation.inference_replicas * allocation.inference_gpus
+    apart = 0 if sharing.together else servers
+    assert allocation.gpus == allocation.trainer_ranks + apart
+    if sharing.together:
+        assert parse_allocation(said_how(text, Sharing.SHARED)).sharing is Sharing.SHARED
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sglang:d2|fsdp:d1", "as many for servers (2 x 1 = 2) as trainer ranks (1)"),
+        ("sglang:d1t2|fsdp:d1", "as many for servers (1 x 2 = 2) as trainer ranks (1)"),
+        ("sglang:d1+fsdp:d1@shared", "'@shared': expected '|' in place of '+'"),
+        ("sglang:d1|fsdp:d1@turns", "'@turns': expected @shared, @alternating, or nothing"),
+        ("sglang:d1|fsdp:d1@", "'@': expected @shared, @alternating, or nothing"),
+        ("sglang:d1|fsdp:d1@apart", "'@apart': expected @shared"),
+        ("sglang:d1||fsdp:d1", "expected e.g."),
+        ("|fsdp:d1", "expected e.g."),
+        ("fsdp:d1@shared", "expected e.g."),
+        ("Auto", "or 'auto'"),
+    ],
+)
+def test_allocation_when_it_shares_wrongly_then_one_line(text, said):
+    with pytest.raises(ConfigError) as refused:
+        parse_allocation(text)
+    assert said in str(refused.value)
+    assert str(refused.value).startswith(f"allocation_mode {text!r}")
