@@ -221,6 +221,7 @@ class _Control:
                 location,
                 frontend.model,
                 dtype,
+                storage=frontend.storage,
                 headers=self._headers,
                 spare=self._spare,
                 held=frontend.runner.model.weights,
