@@ -209,7 +209,8 @@ class Session:
         background = [endless.keep(usage.run(), "usage", ended)]
         status, error = "failed", None
         try:
-            poller.listen_notices(partial(stack.events.report, "warning"))
+            poller.listen_notices(partial(stack.events.report, "warning", "recipe"))
+            poller.listen_servers(partial(stack.events.report, "warning", "servers"))
             poller.start()
             self._display.begin(stack, poller, usage)
             for caution in cautions(stack.config) if with_trainer else ():

@@ -113,7 +113,8 @@ class StackPoller:
         self._interval_s = interval_s
         self._rates: deque[tuple[float, int, int]] = deque()
         self._row_listeners: list[Callable[[dict[str, Any]], None]] = []
-        self._notice_listeners: list[Callable[[str, str], None]] = []
+        self._notice_listeners: list[Callable[[str], None]] = []
+        self._server_listeners: list[Callable[[str], None]] = []
         self._noticed: set[str] = set()
         self._quarantined: dict[str, tuple[bool, float]] = {}
         """Server to (whether this quarantine was told, when the next line may be)."""
@@ -124,13 +125,13 @@ class StackPoller:
         """Calls `listener` for each new step row."""
         self._row_listeners.append(listener)
 
-    def listen_notices(self, listener: Callable[[str, str], None]) -> None:
-        """Calls `listener` with what a line is about, and the line.
-
-        `recipe`: each new kind of failure, and tasks tried again. `servers`: a server that was
-        quarantined, at most once in a minute for each server.
-        """
+    def listen_notices(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` with a line for each new kind of failure and for tasks tried again."""
         self._notice_listeners.append(listener)
+
+    def listen_servers(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` with a line for each quarantine, once a minute for a server at most."""
+        self._server_listeners.append(listener)
 
     def start(self) -> None:
         self._tasks = [
@@ -211,11 +212,8 @@ class StackPoller:
         for what, text in news.items():
             if what not in self._noticed:
                 self._noticed.add(what)
-                self._tell("recipe", text)
-
-    def _tell(self, about: str, text: str) -> None:
-        for listener in self._notice_listeners:
-            listener(about, text)
+                for listener in self._notice_listeners:
+                    listener(text)
 
     async def _poll_weights(self, weights: WeightSyncClient) -> None:
         self.snapshot.servers = (await weights.list_servers())[0]
@@ -235,7 +233,8 @@ class StackPoller:
             elif not told and now >= not_before:
                 told, not_before = True, now + _QUIET_S
                 cause = server.cause or "no cause was given"
-                self._tell("servers", f"server {server.server_id} is quarantined: {cause}")
+                for listener in self._server_listeners:
+                    listener(f"server {server.server_id} is quarantined: {cause}")
             self._quarantined[server.server_id] = told, not_before
 
     async def _poll_trainer(self, trainer: TrainerClient, max_wait_s: float) -> None:

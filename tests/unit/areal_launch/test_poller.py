@@ -252,8 +252,8 @@ async def test_poll_when_a_server_is_quarantined_then_one_line_a_minute_names_th
 ) -> None:
     service, endpoints = upstream
     poller = StackPoller(endpoints)
-    lines: list[tuple[str, str]] = []
-    poller.listen_notices(lambda about, text: lines.append((about, text)))
+    lines: list[str] = []
+    poller.listen_servers(lines.append)
     clock = [1000.0]
     monkeypatch.setattr(poller_module.time, "monotonic", lambda: clock[0])
 
@@ -274,6 +274,6 @@ async def test_poll_when_a_server_is_quarantined_then_one_line_a_minute_names_th
     finally:
         await poller.close()
     assert lines == [
-        ("servers", "server a:1 is quarantined: in one step for 61 s"),
-        ("servers", "server a:1 is quarantined: refused"),
+        "server a:1 is quarantined: in one step for 61 s",
+        "server a:1 is quarantined: refused",
     ]
