@@ -32,9 +32,11 @@ def fault_of_recipe(error: BaseException, recipe: Path) -> str:
     raised_there = bool(own) and frames[-1] is own[-1]
     if not (raised_there or isinstance(error, _MISTAKES)):
         return ""
-    place = (own or frames or [None])[-1]
     said = " ".join(f"{type(error).__name__}: {error}".split())[:800]
-    return said if place is None else f"{said} ({place.filename}:{place.lineno})"
+    if not frames:
+        return said
+    place = (own or frames)[-1]
+    return f"{said} ({place.filename}:{place.lineno})"
 
 
 def _same(filename: str, recipe: Path) -> bool:

@@ -248,7 +248,9 @@ def _load(
 
 
 def _copy_rows(source: Tensor, target: Tensor) -> None:
-    for to, rows in zip(target.split(_BLOCK_ROWS), source.split(_BLOCK_ROWS), strict=True):
+    for to, rows in zip(
+        torch.split(target, _BLOCK_ROWS), torch.split(source, _BLOCK_ROWS), strict=True
+    ):
         to.copy_(rows)
 
 
@@ -344,7 +346,7 @@ def _check_tied_head(location: str, source: Source, weights: Weights) -> None:
     if place.shape != embed.shape or not all(
         torch.equal(rows.to(embed.dtype).to(own.dtype), own)
         for rows, own in zip(
-            repeated.view(place.shape).split(_BLOCK_ROWS), embed.parts(), strict=True
+            torch.split(repeated.view(place.shape), _BLOCK_ROWS), embed.parts(), strict=True
         )
     ):
         raise WeightError(f"{location}: tensor {_HEAD} differs from {_EMBED}, expected them tied")
