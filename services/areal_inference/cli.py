@@ -28,6 +28,13 @@ def command_line(serve: Callable[[InferenceConfig], Coroutine[Any, Any, int]]) -
     except ArealError as error:
         sys.stderr.write(f"areal-inference: {error}\n")
         code = 2
+    except ImportError as error:
+        # Starting again would say the same.
+        sys.stderr.write(
+            f"areal-inference: {type(error).__name__}: {error}; "
+            "pip install 'areal-services[inference]'\n"
+        )
+        code = 2
     sys.exit(code)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from areal_inference.metrics import Metrics
 from areal_inference.model.config import ModelConfig
 
 if TYPE_CHECKING:
+    from areal.models.cpu_matmul import Storage
     from areal_inference.decode.runner import ModelRunner
     from areal_inference.model.vision import See
 
@@ -50,8 +52,10 @@ class Frontend:
         self.config = config = config.model_copy(update={"dtype": dtype})
         self.model = model
         self.model_path = config.model_path
+        self.storage = _storage(config, model)
         self.context_length = _context_length(config, model)
-        self.max_total_tokens = _max_total_tokens(config, model, self.context_length)
+        element = self.storage.dtype.itemsize
+        self.max_total_tokens = _max_total_tokens(config, model, self.context_length, element)
         self.tokenizer = _load_tokenizer(config)
         self.see = _sight(config, model)
         self.constrain = None if self.tokenizer is None else self._grammar
@@ -78,12 +82,12 @@ class Frontend:
         torch.set_num_threads(1)
         config = self.config
         dtype: torch.dtype = getattr(torch, config.dtype)
-        weights = load_weights(config.model_path, self.model, dtype)
+        weights = load_weights(config.model_path, self.model, dtype, storage=self.storage)
         runner = ModelRunner(
             Model(self.model, weights, self.context_length),
             KVCache(
                 self.model,
-                dtype,
+                self.storage.dtype,
                 max_rows=config.max_running_requests,
                 max_length=self.context_length,
             ),
@@ -233,10 +237,25 @@ def _context_length(config: InferenceConfig, model: ModelConfig) -> int:
     return min(asked or most, most)
 
 
-def _max_total_tokens(config: InferenceConfig, model: ModelConfig, context_length: int) -> int:
+def _storage(config: InferenceConfig, model: ModelConfig) -> Storage:
+    """How this machine multiplies the model's matrices fast."""
+    from areal.models.cpu_matmul import FLOAT32, choose_here
+    from areal_inference.model.weights import model_shapes
+
+    if config.dtype == "float32":
+        return FLOAT32
+    choice = choose_here(sum(math.prod(shape) for shape in model_shapes(model).values()))
+    get_logger("areal_inference.frontend").info(
+        "matrices_stored", dtype=config.dtype, stored=str(choice.storage), why=choice.why
+    )
+    return choice.storage
+
+
+def _max_total_tokens(
+    config: InferenceConfig, model: ModelConfig, context_length: int, element: int
+) -> int:
     if config.max_total_tokens is not None:
         return config.max_total_tokens
-    element = {"float32": 4, "bfloat16": 2}[config.dtype]
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element
     return min(config.max_running_requests * context_length, _DEFAULT_CACHE_BYTES // per_token)
 

@@ -4,9 +4,9 @@
                                             │
     run ──> session.open ──> recipe.main ───┴─> checkpoint + commit ──> exit
 
-Exit codes: 0 the recipe finished; 2 bad input, a workflow or reward that fails, or training that
-diverged: mend it, do not retry; 143 stopped by SIGTERM after a checkpoint, start again to continue;
-anything else: a failure, start again to resume.
+Exit codes: 0 the recipe finished; 2 bad input, a recipe, workflow or reward that fails, or training
+that diverged: mend it, do not retry; 143 stopped by SIGTERM after a checkpoint, start again to
+continue; anything else: a failure, start again to resume.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from areal.training.offline_session import OfflineSession
 from areal.training.rank_watch import RankWatch
 from areal.training.session import TrainerSession, TrainerStopped
 from areal_trainer.config import TrainerConfig
+from areal_trainer.recipe_fault import fault_of_recipe
 
 EXIT_BAD_INPUT = 2
 """Starting again would say the same."""
@@ -109,8 +110,13 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
     """
     log = get_logger("areal_trainer")
     prepare_allocator(os.environ)  # before the recipe imports torch
-    module = _load(Path(config.experiment.recipe))
-    _init_process_group(config)
+    recipe = Path(config.experiment.recipe)
+    module = _load(recipe)
+    try:
+        _init_process_group(config)
+    except ImportError as error:
+        log.error("trainer_failed", exc_info=error)
+        raise CannotStart(f"{error}; pip install 'areal-services[trainer]'") from error
     watch = RankWatch(config.rank, config.world_size) if config.world_size > 1 else None
     kind = OfflineSession if config.experiment.offline else TrainerSession
     session = kind(
@@ -140,10 +146,13 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
         session.status.ended(str(error))
         raise
     except Exception as error:
-        session.status.ended(f"{type(error).__name__}: {error}")
+        line = fault_of_recipe(error, recipe)
+        session.status.ended(line or f"{type(error).__name__}: {error}")
         log.error("trainer_failed", step=session.step, exc_info=error)
         if watch is not None and (dead := watch.gone()):
             log.error("rank_lost", cause=f"{dead} died")
+        elif line:
+            raise WorkflowError(line) from error
         return 1
     finally:
         if listeners is not None:

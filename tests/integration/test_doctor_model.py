@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -25,7 +26,22 @@ def test_doctor_when_a_model_can_be_trained_then_says_how_exact_it_is(tiny_model
     assert found["verdict"] == "ok"
     assert "Qwen2ForCausalLM" in found["found"]
     assert "its weights, 3 layers" in found["found"]
+    assert "CPU engine" not in {each["name"] for each in findings}, "it has 32 bits"
     assert code == 0
+
+
+def test_doctor_when_weights_have_16_bits_then_it_says_how_the_cpu_engine_keeps_them(
+    tiny_model, tmp_path
+):
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
+    _, findings = doctor(tmp_path)
+    found = finding(findings, "CPU engine")
+    assert found["verdict"] == "ok"
+    assert re.match(r"would keep the bfloat16 weights as (bfloat16|float32) \[", found["found"])
+    for way in ("bfloat16 [out, in]", "bfloat16 [in, out]", "float32 [in, out]"):
+        assert re.search(re.escape(way) + r" [\d.e+]+", found["found"]), found
 
 
 @pytest.mark.parametrize(

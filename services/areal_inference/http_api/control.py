@@ -266,6 +266,7 @@ class _Control:
                 location,
                 frontend.model,
                 dtype,
+                storage=frontend.storage,
                 headers=self._headers,
                 spare=self._spare,
                 held=None if frontend.scheduler.unloaded else frontend.runner.model.weights,

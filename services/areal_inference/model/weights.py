@@ -4,10 +4,12 @@
 (a new one, or the one before last) and the engine swaps the reference between two decode steps. So
 what serves is never half written, and a rejected source leaves no trace.
 
-Layout: projections are stored [in, out] (a decode step multiplies from the left), query, key and
-value side by side, gate and up side by side. The rows of query and key are reordered so that the
-two halves a rotary embedding pairs become neighbors (then the rotation is one complex product);
-attention scores do not change when both sides are reordered alike.
+Layout: projections are [in, out] (a decode step multiplies from the left), query, key and value
+side by side, gate and up side by side. Their type and their order in memory are those that the
+machine multiplies fast (`areal.models.cpu_matmul`); what is read, summed and sent to others has the
+type of the checkpoint, whose values the parameters keep. The rows of query and key are reordered so
+that the two halves a rotary embedding pairs become neighbors (then the rotation is one complex
+product); attention scores do not change when both sides are reordered alike.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
+from areal.models.cpu_matmul import Storage
 from areal.weights.manifest import PolicyVersion, WeightTensor
 from areal.weights.publisher import TransportError, in_threads
 from areal_inference.model.config import ModelConfig
@@ -42,9 +45,9 @@ _FLOAT_TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _FLOAT_TYPES.items()}
-_TRANSPOSED_ROWS = 64
-"""Rows moved at once between a matrix and its transpose: the lines of both stay in the cache, which
-makes it four times as fast as moving the matrix in one call."""
+_BLOCK_ROWS = 64
+"""Rows moved at once between a checkpoint's order or type and ours: the lines of both stay in the
+cache, which makes a transpose four times as fast as moving the matrix in one call."""
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _TOWER = "visual."
 
@@ -81,7 +84,7 @@ class Weights:
     """The version that the set is, bit for bit, where it was pulled whole."""
 
     def checksums(self) -> dict[str, str]:
-        """Return the xxh3-128 of each checkpoint tensor, in this engine's dtype and HF's layout.
+        """Return the xxh3-128 of each checkpoint tensor, in this model's dtype and HF's layout.
 
         Read back from the parameters' memory, once for each time the set is filled.
         """
@@ -97,7 +100,7 @@ class Weights:
 
     def digest(self) -> str:
         """`PolicyVersion.digest` of these weights, if they were published in this dtype."""
-        dtype = _NAMES[self.embed.dtype]
+        dtype = _NAMES[self.views[_EMBED].dtype]
         tensors = tuple(
             WeightTensor(name, self.views[name].shape, dtype, digest)
             for name, digest in self.checksums().items()
@@ -105,11 +108,11 @@ class Weights:
         return PolicyVersion(0, 0, "", tensors=tensors).digest
 
     def copy_of(self, name: str) -> memoryview:
-        """Return a copy of a checkpoint tensor's bytes, in this engine's dtype."""
+        """Return a copy of a checkpoint tensor's bytes, in this model's dtype."""
         return self.views[name].copy()
 
     def part_of(self, name: str, begin: int, end: int) -> bytes:
-        """Bytes [begin, end) of a checkpoint tensor, in this engine's dtype."""
+        """Bytes [begin, end) of a checkpoint tensor, in this model's dtype."""
         return self.views[name].part(begin, end)
 
 
@@ -119,6 +122,13 @@ class _View:
 
     target: Tensor
     shape: tuple[int, ...]
+    published_as: torch.dtype | None = None
+    """Type of the tensor outside this set; None: the target's. The target holds its values, maybe
+    in a wider type."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.published_as or self.target.dtype
 
     def parts(self) -> Iterator[Tensor]:
         """The view in pieces, in order."""
@@ -126,25 +136,32 @@ class _View:
             yield self.target
             return
         rows = self.target[0].numel() // self.target.shape[-1]
-        yield from torch.split(self.target, max(1, _TRANSPOSED_ROWS // rows))
+        yield from torch.split(self.target, max(1, _BLOCK_ROWS // rows))
+
+    def data(self) -> Iterator[memoryview]:
+        """The tensor's bytes in pieces, in order."""
+        for part in self.parts():
+            flat = part.to(self.dtype).contiguous().view(-1)
+            yield flat.view(torch.uint8).numpy().data
 
     def digest(self) -> str:
         digest = xxhash.xxh3_128()
-        for part in self.parts():
-            digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+        for data in self.data():
+            digest.update(data)
         return digest.hexdigest()
 
     def part(self, begin: int, end: int) -> bytes:
         found, offset = bytearray(), 0
         for part in self.parts():
-            if offset < end and begin < offset + part.nbytes:
-                data = part.contiguous().view(-1).view(torch.uint8).numpy().data
+            size = part.numel() * self.dtype.itemsize
+            if offset < end and begin < offset + size:
+                data = part.to(self.dtype).contiguous().view(-1).view(torch.uint8).numpy().data
                 found += data[max(0, begin - offset) : end - offset]
-            offset += part.nbytes
+            offset += size
         return bytes(found)
 
     def copy(self) -> memoryview:
-        flat, offset = torch.empty(math.prod(self.shape), dtype=self.target.dtype), 0
+        flat, offset = torch.empty(math.prod(self.shape), dtype=self.dtype), 0
         for part in self.parts():
             flat[offset : offset + part.numel()].view(part.shape).copy_(part)
             offset += part.numel()
@@ -157,6 +174,7 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     *,
+    storage: Storage | None = None,
     headers: Mapping[str, str] | None = None,
     spare: Weights | None = None,
     held: Weights | None = None,
@@ -171,7 +189,8 @@ def load_weights(
         location: a folder with model.safetensors, or shards and model.safetensors.index.json; or
             a version of a weight store, http://host:port/versions/NAME.
         config: the running model; names and shapes must be exactly its own.
-        dtype: type to store; floating-point checkpoints of another type are converted.
+        dtype: the model's type; floating-point checkpoints of another type are rounded to it.
+        storage: type and order in memory of a new set; None: `dtype`, [in, out].
         headers: for the weight store: the bearer token.
         spare: a set that no one uses any more, to be filled; None: a new one.
         held: the set in use, only read.
@@ -183,7 +202,7 @@ def load_weights(
         TransportError: the weight store is away or sends other bytes than asked for.
     """
     expected = model_shapes(config)
-    spare = spare or _allocate(config, dtype, expected)
+    spare = spare or _allocate(config, dtype, storage or Storage(dtype), expected)
     log = get_logger("areal_inference.model.weights")
     if held is not None and source is None:
         try:
@@ -222,18 +241,22 @@ def _load(
 
     in_threads(fill, source.together(weights.views))
     if config.tie_word_embeddings:
-        tied = _View(weights.head.t(), tuple(weights.embed.shape))
-        for part, rows in zip(
-            tied.parts(), torch.split(weights.embed, _TRANSPOSED_ROWS), strict=True
-        ):
-            part.copy_(rows)
-        _check_tied_head(location, source, weights, weights.embed.dtype)
-    own = _NAMES[weights.embed.dtype]
+        if weights.head.data_ptr() != weights.embed.data_ptr():
+            _copy_rows(weights.embed, weights.head.t())
+        _check_tied_head(location, source, weights)
+    own = _NAMES[weights.views[_EMBED].dtype]
     if isinstance(source, StoreSource) and all(
         name in weights.views and stored.place.dtype == own and stored.digest
         for name, stored in source.tensors.items()
     ):
         weights.published = source.published
+
+
+def _copy_rows(source: Tensor, target: Tensor) -> None:
+    for to, rows in zip(
+        torch.split(target, _BLOCK_ROWS), torch.split(source, _BLOCK_ROWS), strict=True
+    ):
+        to.copy_(rows)
 
 
 def _fill(location: str, source: Source, stored: Stored, view: _View) -> None:
@@ -249,7 +272,7 @@ def _fill(location: str, source: Source, stored: Stored, view: _View) -> None:
         start = offset * flat.element_size()
         digest.update(data[start : start + block.numel() * flat.element_size()])
         total += float(block.sum(dtype=wide))
-        part.copy_(block.view(part.shape))
+        part.copy_(block.view(part.shape).to(view.dtype))
         offset += part.numel()
     if stored.digest and digest.hexdigest() != stored.digest:
         raise WeightError(
@@ -317,21 +340,25 @@ def _check(
             raise WeightError(f"{location}: tensor {name} is unknown to {config.architecture}")
 
 
-def _check_tied_head(location: str, source: Source, weights: Weights, dtype: torch.dtype) -> None:
+def _check_tied_head(location: str, source: Source, weights: Weights) -> None:
     """A tied checkpoint may repeat the embedding as lm_head, but not contradict it."""
     stored = source.tensors.get(_HEAD)
     if stored is None:
         return
     place = stored.place
     repeated = torch.frombuffer(source.read(stored), dtype=_FLOAT_TYPES[place.dtype])
-    if place.shape != tuple(weights.embed.shape) or not torch.equal(
-        repeated.to(dtype).view(place.shape), weights.embed
+    embed = weights.views[_EMBED]
+    if place.shape != embed.shape or not all(
+        torch.equal(rows.to(embed.dtype).to(own.dtype), own)
+        for rows, own in zip(
+            torch.split(repeated.view(place.shape), _BLOCK_ROWS), embed.parts(), strict=True
+        )
     ):
         raise WeightError(f"{location}: tensor {_HEAD} differs from {_EMBED}, expected them tied")
 
 
 def _allocate(
-    config: ModelConfig, dtype: torch.dtype, expected: dict[str, tuple[int, ...]]
+    config: ModelConfig, dtype: torch.dtype, storage: Storage, expected: dict[str, tuple[int, ...]]
 ) -> Weights:
     """Empty weights, and the view of each checkpoint tensor in them."""
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -340,23 +367,21 @@ def _allocate(
     total = wide + 2 * narrow
 
     def empty(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(*shape, dtype=storage.dtype)
 
-    embed, head, final_norm = (
-        empty(config.vocab_size, hidden),
-        empty(hidden, config.vocab_size),
-        (empty(hidden)),
-    )
+    embed, final_norm = empty(config.vocab_size, hidden), empty(hidden)
+    one_matrix = config.tie_word_embeddings and storage.transposed
+    head = embed.t() if one_matrix else storage.matrix(hidden, config.vocab_size)
     layers = tuple(
         LayerWeights(
             input_norm=empty(hidden),
-            qkv=empty(hidden, total),
+            qkv=storage.matrix(hidden, total),
             qkv_bias=empty(total) if config.qkv_bias else None,
-            o=empty(wide, hidden),
+            o=storage.matrix(wide, hidden),
             o_bias=empty(hidden) if config.o_bias else None,
             post_norm=empty(hidden),
-            gate_up=empty(hidden, 2 * inner),
-            down=empty(inner, hidden),
+            gate_up=storage.matrix(hidden, 2 * inner),
+            down=storage.matrix(inner, hidden),
         )
         for _ in range(config.num_layers)
     )
@@ -366,10 +391,10 @@ def _allocate(
     for index, layer in enumerate(layers):
         for name, target in _layer_targets(layer, config):
             targets[f"model.layers.{index}.{name}"] = target
-    tower = make_tower(config, dtype)
+    tower = make_tower(config, storage.dtype)
     if tower is not None:
         targets |= {f"{_TOWER}{name}": p.data for name, p in tower.named_parameters()}
-    views = {name: _View(targets[name], shape) for name, shape in expected.items()}
+    views = {name: _View(targets[name], shape, dtype) for name, shape in expected.items()}
     return Weights(
         embed=embed, head=head, final_norm=final_norm, layers=layers, views=views, tower=tower
     )

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from areal.chassis import endless
@@ -78,7 +79,8 @@ class Follower:
         if self.poller is not None:
             return
         self.poller = StackPoller(endpoints, security)
-        self.poller.listen_notices(lambda text: self.stack.events.report("warning", "recipe", text))
+        self.poller.listen_notices(partial(self.stack.events.report, "warning", "recipe"))
+        self.poller.listen_servers(partial(self.stack.events.report, "warning", "servers"))
         self.poller.start()
         self.display.begin(self.stack, self.poller, None)
         self._drawing = endless.keep(self.display.run(), "display", self._not_drawing)

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,6 +52,7 @@ from areal_launch.run_folder import RunFolder, write_json
 from areal_launch.stack.events import EventLog
 from areal_launch.stack.local import PREPARE_TIMEOUT_S, LocalStack
 from areal_launch.stack.plan import missing_model
+from areal_launch.stack.returned_episodes import ReturnedEpisodes
 from areal_launch.stack.trial_config import check_unchanged
 from areal_launch.view.display import Display, choose_display
 from areal_launch.view.poller import LAST_LOOK_S, Snapshot, StackPoller
@@ -207,7 +209,8 @@ class Session:
         background = [endless.keep(usage.run(), "usage", ended)]
         status, error = "failed", None
         try:
-            poller.listen_notices(lambda text: stack.events.report("warning", "recipe", text))
+            poller.listen_notices(partial(stack.events.report, "warning", "recipe"))
+            poller.listen_servers(partial(stack.events.report, "warning", "servers"))
             poller.start()
             self._display.begin(stack, poller, usage)
             for caution in cautions(stack.config) if with_trainer else ():
@@ -215,6 +218,7 @@ class Session:
             if unused := unused_gpus(stack.config):
                 stack.events.report("warning", "gpus", unused)
             background.append(endless.keep(self._display.run(), "display", ended))
+            background.append(endless.keep(self._returned().run(), "returned episodes", ended))
             status, error = await self._work(interrupt)
             stack.cause = str(error or "")
             if stack.supervisor.processes:
@@ -235,6 +239,12 @@ class Session:
         elif error is not None:
             raise error
         return {"finished": 0, "interrupted": 130 if with_trainer else 0}.get(status, 1)
+
+    def _returned(self) -> ReturnedEpisodes:
+        stack = self._stack
+        workers = 0 if stack.config.offline else stack.config.stack.rollout_workers
+        logs = [stack.folder.log_of(f"rollout-{index}") for index in range(workers)]
+        return ReturnedEpisodes(logs, partial(stack.events.report, "warning", "rollout"))
 
     async def _keep_dead_letters(self, snapshot: Snapshot) -> None:
         stack = self._stack

@@ -1,7 +1,11 @@
-"""`areal doctor DIRECTORY`: can this model be trained? In a process of its own, which has torch."""
+"""`areal doctor DIRECTORY`: can this model be trained, and how fast does a CPU engine serve it?
+
+In processes of their own, which have torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -10,16 +14,35 @@ from pathlib import Path
 
 import psutil
 
-from areal.errors import WaitTimeout
-from areal_launch.doctor.findings import Finding, examine, missing, note, ok
+from areal.errors import InvalidInput, WaitTimeout
+from areal.models.directory import serving_dtype
+from areal_launch.doctor.findings import Check, Finding, examine, missing, note, ok, unknown
 
 _DEADLINE_S = 600.0
 _GIB = 1024**3
 
 
 def examine_model(directory: Path) -> list[Finding]:
-    """Checks a model's folder as a trainer would."""
-    return examine({"architecture": lambda: architecture(directory)})
+    """Checks a model's folder as a trainer and, if it has 16 bits, as the CPU engine would."""
+    checks: dict[str, Check] = {"architecture": lambda: architecture(directory)}
+    with contextlib.suppress(InvalidInput):  # the first check says what is wrong
+        if serving_dtype("auto", directory, gpu=False) == "bfloat16":
+            checks["CPU engine"] = lambda: cpu_engine(directory)
+    return examine(checks)
+
+
+def cpu_engine(directory: Path) -> Finding:
+    """Times products of matrices, as the CPU engine does at its start.
+
+    Raises:
+        WaitTimeout: it took ten minutes.
+    """
+    stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    done = _run("the timed product", ["areal.models.cpu_matmul", str(stored // 2)], directory)
+    if done.returncode != 0:
+        return unknown(_last_line(done), "pip install 'areal-services[trainer]'")
+    result = json.loads(done.stdout.splitlines()[-1])
+    return ok(f"would keep the bfloat16 weights as {result['storage']}: {result['why']}")
 
 
 def architecture(directory: Path) -> Finding:
@@ -36,17 +59,11 @@ def architecture(directory: Path) -> Finding:
             f"not tried: needs about {needed / _GIB:.0f} GiB of memory; {free / _GIB:.0f} available"
         )
         return note(found, "nothing to fix: the trainer runs the same test at its start")
-    since = time.monotonic()
-    command = [sys.executable, "-m", "areal.engines.model.examine", str(directory)]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module
-            command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise WaitTimeout("the self-test", on=str(directory), since=since) from None
+    done = _run("the self-test", ["areal.engines.model.examine", str(directory)], directory)
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return missing(last, "pip install 'areal-services[trainer]', or see the message")
+        return missing(
+            _last_line(done), "pip install 'areal-services[trainer]', or see the message"
+        )
     result = json.loads(done.stdout.splitlines()[-1])
     if "refused" in result:
         return missing(result["refused"], "choose a model that docs/models.md lists")
@@ -56,3 +73,21 @@ def architecture(directory: Path) -> Finding:
         f"each sequence alone (at most {result['tolerance']:g}; {result['dtype']}, {weights}, "
         f"{result['layers'] or 'all'} layers, {result['seconds']:.1f} s)",
     )
+
+
+def _run(what: str, module: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    since = time.monotonic()
+    try:
+        return subprocess.run(  # noqa: S603 - our own module
+            [sys.executable, "-m", *module],
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise WaitTimeout(what, on=str(directory), since=since) from None
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

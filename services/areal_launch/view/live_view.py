@@ -88,6 +88,9 @@ def facts(snapshot: Snapshot) -> dict[str, str]:
     if ledger is not None:
         speeds = (snapshot.samples_per_s, "samples/s"), (snapshot.tokens_per_s, "tokens/s")
         found["generated"] = ", ".join(f"{count(speed)} {unit}" for speed, unit in speeds)
+    if snapshot.generating is not None:
+        running, speed = snapshot.generating
+        found["generating"] = f"{count(speed)} tokens/s in {running:,} requests"
     if step := recent_mean(rows, "time/step"):
         parts = [p for p in ("wait", "train", "publish") if column(rows, f"time/{p}")]
         times = (f"{part} {recent_mean(rows, f'time/{part}'):.2f}" for part in parts)
@@ -225,9 +228,10 @@ class LiveView:
         shown = {"warning", "error"}
         if self._stack.state == "starting":
             shown.add("info")
-        # Failures of the recipe have lines of their own.
+        # Failures of the recipe, and servers, have lines of their own.
+        apart = {"recipe", "servers"}
         events = [
-            e for e in self._stack.events.recent if e.level in shown and e.process != "recipe"
+            e for e in self._stack.events.recent if e.level in shown and e.process not in apart
         ][-3:]
         lines: list[RenderableType] = [
             Text(f"{failure} ({failure.attempts:,} attempts)", "bold red")

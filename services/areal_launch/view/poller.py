@@ -2,7 +2,8 @@
 
     TrainerService.GetStatus (long poll) ──┐
     BufferService.GetStats (each second) ──┼──> StackPoller.snapshot ──> live view, summary, status
-    WeightSyncService (each second) ───────┘
+    WeightSyncService (each second) ───────┤
+    the servers that it names, /v1/loads ──┘
 
 | task    | consumes        | waits for                   | unblocked by            |
 |---------|-----------------|-----------------------------|-------------------------|
@@ -33,10 +34,12 @@ from areal.config.services import EndpointsConfig
 from areal.errors import ArealError
 from areal.protocol.leases import LedgerStats, WorkflowFailure
 from areal.security import Security
-from areal.weights.servers import InferenceServer, SyncStatus
+from areal.weights.servers import InferenceServer, ServerState, SyncStatus
 from areal_launch.view.rows import mismatch_alarm
+from areal_launch.view.watchdog import ask_speed
 
 _WINDOW_S = 15.0
+_QUIET_S = 60.0
 LAST_LOOK_S = 15.0
 """For the last figures before a stack ends. A busy machine may need seconds for an answer, and a
 service that is gone is known to be at once."""
@@ -55,6 +58,10 @@ class Snapshot:
     samples_per_s: float = 0.0
     """Generated, over the last seconds."""
     tokens_per_s: float = 0.0
+    """Of finished groups."""
+    generating: tuple[int, float] | None = None
+    """Requests that servers work on, and the tokens that they sample per second, as the servers
+    say; None: none has answered."""
     has_trainer: bool = True
     """Whether the stack has one, known or not."""
     problems: dict[str, str] = field(default_factory=dict)
@@ -107,7 +114,11 @@ class StackPoller:
         self._rates: deque[tuple[float, int, int]] = deque()
         self._row_listeners: list[Callable[[dict[str, Any]], None]] = []
         self._notice_listeners: list[Callable[[str], None]] = []
+        self._server_listeners: list[Callable[[str], None]] = []
         self._noticed: set[str] = set()
+        self._quarantined: dict[str, tuple[bool, float]] = {}
+        """Server to (whether this quarantine was told, when the next line may be)."""
+        self._security = security or Security()
         self._tasks: list[asyncio.Task[None]] = []
 
     def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
@@ -117,6 +128,10 @@ class StackPoller:
     def listen_notices(self, listener: Callable[[str], None]) -> None:
         """Calls `listener` with a line for each new kind of failure and for tasks tried again."""
         self._notice_listeners.append(listener)
+
+    def listen_servers(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` with a line for each quarantine, once a minute for a server at most."""
+        self._server_listeners.append(listener)
 
     def start(self) -> None:
         self._tasks = [
@@ -202,7 +217,25 @@ class StackPoller:
 
     async def _poll_weights(self, weights: WeightSyncClient) -> None:
         self.snapshot.servers = (await weights.list_servers())[0]
+        self._notice_servers(time.monotonic())
         self.snapshot.sync = await weights.status()
+        # The ledger learns of tokens only when a group ends. A server that does not answer is left
+        # out: weight-sync says what is wrong with it.
+        urls = [s.url for s in self.snapshot.servers if s.state is ServerState.SERVING]
+        self.snapshot.generating = await ask_speed(urls, self._security.headers())
+
+    def _notice_servers(self, now: float) -> None:
+        """One line when a server is quarantined; a server that flaps is told once in a minute."""
+        for server in self.snapshot.servers:
+            told, not_before = self._quarantined.get(server.server_id, (False, now))
+            if server.state is not ServerState.QUARANTINED:
+                told = False
+            elif not told and now >= not_before:
+                told, not_before = True, now + _QUIET_S
+                cause = server.cause or "no cause was given"
+                for listener in self._server_listeners:
+                    listener(f"server {server.server_id} is quarantined: {cause}")
+            self._quarantined[server.server_id] = told, not_before
 
     async def _poll_trainer(self, trainer: TrainerClient, max_wait_s: float) -> None:
         snapshot = self.snapshot

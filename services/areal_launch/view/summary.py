@@ -13,6 +13,9 @@ from areal_launch.view.output import pause_words, state_word
 from areal_launch.view.poller import Snapshot
 from areal_launch.view.rows import WINDOW, column, mean
 
+_SHOWN = 8
+"""Of an evaluation's means, at the end of a run."""
+
 
 def read_results(file: Path) -> dict[str, Any]:
     """Returns what the recipe recorded in trainer.json; empty when there is none."""
@@ -48,7 +51,7 @@ def build_summary(
         restarts: By process; those above 0 are listed.
         cause: Why it failed, if it did.
     """
-    rewards = column(rows, "reward/mean")
+    rewards, losses = column(rows, "reward/mean"), column(rows, "train/loss")
     ledger, sync = snapshot.ledger, snapshot.sync
     accounting: dict[str, int | None] = {"submitted": ledger.submitted if ledger else None}
     for state in TaskState:
@@ -61,6 +64,8 @@ def build_summary(
         "cpu_s": round(cpu_s, 2),
         "reward_first": mean(rewards[:WINDOW]),
         "reward_last": mean(rewards[-WINDOW:]),
+        "loss_first": mean(losses[:WINDOW]),
+        "loss_last": mean(losses[-WINDOW:]),
         "heldout_before": None,
         "heldout_after": None,
         **results,
@@ -122,7 +127,9 @@ def continue_summary(
     }
     invocations = [*before, invocation]
     if before and earlier.get("status") == "finished" and latest["steps"] <= from_step:
-        return {**earlier, "invocations": invocations}
+        # Interrupted on the way to more steps: those that were asked for first are done.
+        status = "interrupted" if latest["status"] == "interrupted" else "finished"
+        return {**earlier, "status": status, "invocations": invocations}
     restarts: dict[str, int] = dict(earlier.get("restarts", {})) if before else {}
     for name, count in latest["restarts"].items():
         restarts[name] = restarts.get(name, 0) + count
@@ -150,6 +157,18 @@ def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
     return f", over {len(invocations)} invocations; this one {last['wall_s']:.0f} s, {steps}"
 
 
+def _series(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """One line for each name that a recipe evaluated several times; `held-out` has its own."""
+    series: dict[str, list[float]] = {}
+    for each in evaluations:
+        if each["name"] not in ("heldout_before", "heldout_after"):
+            series.setdefault(each["name"], []).append(float(each["mean"]))
+    return [
+        (name, " → ".join(["… "] * (len(means) > _SHOWN) + [f"{m:.3f}" for m in means[-_SHOWN:]]))
+        for name, means in series.items()
+    ]
+
+
 def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns (label, text) pairs for people."""
 
@@ -163,15 +182,20 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     updates = summary["weight_updates"]
     lines = [("status", f"{summary['status']} after {summary['steps']} steps")]
     trained = bool(summary["steps"])
+    # A run on dataset rows has no ledger: rewards, tasks and versions are unknown.
+    offline = accounting["submitted"] is None and summary["reward_first"] is None
     if trained:
-        change = f"{number(summary['reward_first'])} → {number(summary['reward_last'])}"
-        lines.append(("reward", f"{change} (mean of the first and last {WINDOW} steps)"))
+        what = "loss" if offline else "reward"
+        change = f"{number(summary.get(f'{what}_first'))} → {number(summary.get(f'{what}_last'))}"
+        lines.append((what, f"{change} (mean of the first and last {WINDOW} steps)"))
+        lines += _series(summary.get(EVALUATIONS) or ())
     else:
         lines += [
             (each["name"], f"{each['mean']:.3f} ± {each['stderr']:.3f} over {each['rows']:,} rows")
             for each in summary.get(EVALUATIONS) or ()
         ]
-    if summary["heldout_before"] is not None or summary["heldout_after"] is not None:
+    known = summary["heldout_before"], summary["heldout_after"]
+    if trained and any(each is not None for each in known):
         lines.append(
             (
                 "held-out",
@@ -184,13 +208,15 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{summary['wall_s']:.0f} s, {summary['cpu_s']:.0f} CPU seconds in all processes"
             f"{_invocations(summary.get('invocations', ()))}",
         ),
+    ]
+    lines += [
         (
             "generated",
             f"{summary['samples']:,} samples trained, "
             f"{number(summary['tokens_generated'], ',d')} tokens sampled",
         ),
         ("tasks", f"{number(accounting['submitted'], ',d')} submitted: {ended or 'none'}"),
-    ]
+    ] * (not offline)
     lines += [
         (
             "staleness",
@@ -203,7 +229,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             + (f"{pause_words(updates['seconds_mean'] or 0)}, " if updates["count"] else "")
             + f"{number(updates['aborted_requests'], 'd')} requests aborted",
         ),
-    ] * trained
+    ] * (trained and not offline)
     if accounting[TaskState.DEAD_LETTERED.value]:
         again = "; fix the causes and run the same command again" if summary.get("cause") else ""
         lines.append(("failed", f"areal dead-letters list shows causes and tracebacks{again}"))

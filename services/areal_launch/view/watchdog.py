@@ -1,9 +1,9 @@
-"""Asks every process of a stack what it waits for: the outside of `waits.py`."""
+"""Asks processes what they wait for (the outside of `waits.py`), and servers how fast they are."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import aiohttp
 
@@ -43,3 +43,35 @@ async def ask_waits(
     async with aiohttp.ClientSession(timeout=limit, headers=headers) as http:
         await asyncio.gather(*(ask(http, name, at) for name, at in addresses.items() if at))
     return waits, problems
+
+
+async def ask_speed(
+    urls: Sequence[str], headers: Mapping[str, str] | None = None, timeout: float = 2.0
+) -> tuple[int, float] | None:
+    """Reads /v1/loads of inference servers at once.
+
+    Args:
+        urls: Of the servers, e.g. http://host:port.
+        headers: The bearer token.
+        timeout: Seconds for each.
+
+    Returns:
+        (running requests, tokens sampled per second), added up over the servers that answered;
+        None: no server did.
+    """
+
+    async def ask(http: aiohttp.ClientSession, url: str) -> tuple[int, float] | None:
+        try:
+            async with http.get(f"{url}/v1/loads") as reply:
+                reply.raise_for_status()
+                loads = (await reply.json())["loads"]
+                running = sum(int(each["num_running_reqs"]) for each in loads)
+                return running, sum(float(each["gen_throughput"]) for each in loads)
+        except (TimeoutError, aiohttp.ClientError, ValueError, TypeError, KeyError):
+            return None
+
+    limit = aiohttp.ClientTimeout(total=timeout)
+    async with aiohttp.ClientSession(timeout=limit, headers=headers) as http:
+        answers = await asyncio.gather(*(ask(http, url) for url in urls))
+    found = [answer for answer in answers if answer is not None]
+    return (sum(n for n, _ in found), sum(speed for _, speed in found)) if found else None

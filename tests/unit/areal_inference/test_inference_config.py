@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal.errors import ConfigError
+from areal_inference.cli import command_line
 from areal_inference.config import InferenceConfig
 from areal_inference.frontend import Frontend
 from areal_inference.model.config import ModelConfig
@@ -80,3 +81,21 @@ def test_service_when_the_dtype_is_left_open_then_the_checkpoints(tiny_model, tm
         return Frontend(config, ModelConfig.from_folder(tmp_path), print).config.dtype
 
     assert asyncio.run(resolved()) == stored
+
+
+def test_server_when_a_package_is_missing_then_it_refuses_for_good_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(_: InferenceConfig) -> int:
+        import no_such_package  # noqa: F401
+
+        return 0
+
+    monkeypatch.setattr("sys.argv", ["areal-inference", "--model-path", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        command_line(serve)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "areal-inference: ModuleNotFoundError: No module named 'no_such_package'; "
+        "pip install 'areal-services[inference]'"
+    )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.inference_server import make_model
 
+from areal.models.cpu_matmul import FLOAT32, Storage
 from areal_inference.model.config import ModelConfig, ModelError
 from areal_inference.model.kv_cache import KVCache
 from areal_inference.model.transformer import Model
@@ -35,10 +36,13 @@ CASES = {
 }
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, KVCache]:
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, storage: Storage | None = None
+) -> tuple[Model, KVCache]:
     config = ModelConfig.from_folder(folder)
-    model = Model(config, load_weights(str(folder), config, dtype), max_length=256)
-    return model, KVCache(config, dtype, max_rows=8, max_length=256)
+    weights = load_weights(str(folder), config, dtype, storage=storage)
+    model = Model(config, weights, max_length=256)
+    return model, KVCache(config, weights.embed.dtype, max_rows=8, max_length=256)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,10 +71,11 @@ def test_logits_when_prefilled_and_decoded_then_equal_transformers(tmp_path: Pat
             torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @torch.inference_mode()
-def test_logits_when_bfloat16_then_close_to_transformers(tmp_path: Path):
+def test_logits_when_bfloat16_then_close_to_transformers(tmp_path: Path, transposed: bool):
     reference = make_model(tmp_path, "qwen2").to(torch.bfloat16)
-    model, cache = load(tmp_path, torch.bfloat16)
+    model, cache = load(tmp_path, torch.bfloat16, Storage(torch.bfloat16, transposed=transposed))
     ids = torch.randint(0, 131, (1, 40))
     cache.reserve(1, 64, budget=10**6)
 
@@ -80,6 +85,24 @@ def test_logits_when_bfloat16_then_close_to_transformers(tmp_path: Path):
     expected = reference(ids).logits[0, -1].float()
     error = (logits[0] - expected).abs().max() / expected.abs().max()
     assert error < 0.03  # bfloat16 carries 8 bits
+
+
+@torch.inference_mode()
+def test_logits_when_bfloat16_is_multiplied_in_float32_then_those_of_the_rounded_weights(
+    tmp_path: Path,
+):
+    """Only the arithmetic is wider: the weights are those that a bfloat16 trainer published."""
+    reference = make_model(tmp_path, "qwen2")
+    for parameter in reference.parameters():
+        parameter.copy_(parameter.bfloat16())
+    model, cache = load(tmp_path, torch.bfloat16, FLOAT32)
+    ids = torch.randint(0, 131, (1, 40))
+    cache.reserve(1, 64, budget=10**6)
+
+    model.prefill(cache, [0], ids[:, :-1])
+    logits = model.decode(cache, ids[:, -1], torch.tensor([39]), span=64)
+
+    torch.testing.assert_close(logits[0], reference(ids).logits[0, -1], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

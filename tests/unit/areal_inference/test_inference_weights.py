@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.inference_server import make_model
 
+from areal.models.cpu_matmul import FLOAT32, Storage
+from areal.weights.safetensors import digest_of
 from areal_inference.decode.runner import ModelRunner
 from areal_inference.model.config import ModelConfig
 from areal_inference.model.kv_cache import KVCache
@@ -27,8 +29,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32):
-    return load_weights(str(folder), ModelConfig.from_folder(folder), dtype)
+def load(folder: Path, dtype: torch.dtype = torch.float32, storage: Storage | None = None):
+    return load_weights(str(folder), ModelConfig.from_folder(folder), dtype, storage=storage)
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
@@ -101,8 +103,6 @@ def test_load_when_sharded_then_equal_to_one_file(folder: Path):
 
 def test_checksums_when_loaded_then_are_those_of_the_checkpoint(folder: Path):
     """The digest of each tensor as stored equals that of the file: nothing was permuted away."""
-    from areal.weights.safetensors import digest_of
-
     tensors = load_file(folder / "model.safetensors")
     expected = {n: digest_of(t.numpy().tobytes()) for n, t in tensors.items()}
     assert load(folder).checksums() == expected
@@ -138,3 +138,66 @@ def test_weights_when_they_are_unloaded_then_no_reference_keeps_their_memory(fol
     gc.collect()
     assert kept() is None
     assert model.weights.embed.numel() == 0
+
+
+BY_OUT, BY_IN = Storage(torch.bfloat16, transposed=True), Storage(torch.bfloat16)
+
+
+@pytest.mark.parametrize("published", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("storage", [BY_OUT, BY_IN, FLOAT32], ids=str)
+def test_weights_when_stored_in_any_way_then_what_leaves_them_is_the_bfloat16_checkpoint(
+    folder: Path, storage: Storage, published: torch.dtype
+):
+    """Digests, copies for a delta and parts for a neighbor are over rounded values, never ours."""
+    tensors = load_file(folder / "model.safetensors")
+    expected = {
+        name: tensor.bfloat16().view(torch.uint8).numpy().tobytes()
+        for name, tensor in tensors.items()
+    }
+    rewrite(folder, lambda t: {name: tensor.to(published) for name, tensor in t.items()})
+
+    weights = load(folder, torch.bfloat16, storage)
+
+    assert weights.embed.dtype == storage.dtype
+    assert weights.checksums() == {name: digest_of(data) for name, data in expected.items()}
+    assert weights.digest() == load(folder, torch.bfloat16).digest()
+    for name, data in expected.items():
+        assert bytes(weights.copy_of(name)) == data
+        assert weights.part_of(name, 3, 131) == data[3:131]
+    assert sum(len(weights.copy_of(name)) for name in expected) == sum(map(len, expected.values()))
+
+
+@pytest.mark.parametrize("storage", [BY_OUT, BY_IN, FLOAT32], ids=str)
+def test_weights_when_a_set_is_filled_again_then_it_holds_the_update(
+    tmp_path: Path, storage: Storage
+):
+    folders = tmp_path / "one", tmp_path / "two"
+    for seed, folder in enumerate(folders):
+        make_model(folder, seed=seed)
+    config = ModelConfig.from_folder(folders[0])
+    spare = load(folders[0], torch.bfloat16, storage)
+    place = spare.layers[0].qkv.data_ptr()
+
+    again = load_weights(str(folders[1]), config, torch.bfloat16, storage=storage, spare=spare)
+
+    assert again.layers[0].qkv.data_ptr() == place
+    assert again.checksums() == load(folders[1], torch.bfloat16).checksums()
+    torch.testing.assert_close(again.head, again.embed.t(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("storage", [BY_OUT, BY_IN, FLOAT32], ids=str)
+def test_weights_when_stored_in_any_way_then_a_contradicting_tied_head_is_refused(
+    folder: Path, storage: Storage
+):
+    embed = "model.embed_tokens.weight"
+    rewrite(folder, lambda t: t | {"lm_head.weight": t[embed].clone()})
+    load(folder, torch.bfloat16, storage)
+
+    rewrite(folder, lambda t: t | {"lm_head.weight": t[embed] * (1 + 2**-6)})
+    with pytest.raises(WeightError, match="expected them tied"):
+        load(folder, torch.bfloat16, storage)
+
+
+def test_weights_when_by_rows_and_tied_then_head_and_embedding_are_one_matrix(folder: Path):
+    weights = load(folder, torch.bfloat16, BY_OUT)
+    assert weights.head.data_ptr() == weights.embed.data_ptr()

@@ -10,9 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tests.waiting import until
 
 from areal.config.services import EndpointsConfig
+from areal.security import Security
 from areal.types import TaskState
 from areal.v1 import (
     buffer_service_pb2,
@@ -25,6 +28,8 @@ from areal.v1 import (
     weight_sync_service_pb2_grpc,
 )
 from areal.weights.servers import ServerState
+from areal_launch.view import poller as poller_module
+from areal_launch.view.live_view import facts
 from areal_launch.view.poller import StackPoller
 
 
@@ -47,9 +52,11 @@ class Buffer(buffer_service_pb2_grpc.BufferServiceServicer):
 
 
 class WeightSync(weight_sync_service_pb2_grpc.WeightSyncServiceServicer):
+    url, state, cause = "http://127.0.0.1:1", policy_pb2.SERVER_STATE_SERVING, ""
+
     async def ListServers(self, request: Any, context: Any) -> Any:
         server = policy_pb2.InferenceServer(
-            server_id="a:1", url="http://a:1", state=policy_pb2.SERVER_STATE_SERVING, version=5
+            server_id="a:1", url=self.url, state=self.state, version=5, cause=self.cause
         )
         return weight_sync_service_pb2.ListServersResponse(servers=[server], current_version=5)
 
@@ -191,3 +198,82 @@ async def test_poll_when_it_fails_of_a_bug_then_the_snapshot_says_that_it_has_en
         await poller.close()
     said = poller.snapshot.problems["trainer"]
     assert said == "is no longer polled: KeyError: 'reward/mean'"
+
+
+async def test_poll_when_answers_are_long_then_the_speed_is_what_the_servers_say(
+    upstream: tuple[Upstream, EndpointsConfig],
+) -> None:
+    """The ledger counts tokens when a group ends: for minutes a run looked as if it hung."""
+    asked: list[str] = []
+
+    async def loads(request: web.Request) -> web.Response:
+        asked.append(request.headers["Authorization"])
+        each = {"num_running_reqs": 12, "gen_throughput": 45.25}
+        return web.json_response({"loads": [each, each]})
+
+    app = web.Application()
+    app.router.add_get("/v1/loads", loads)
+    service, endpoints = upstream
+    async with TestServer(app) as server:
+        service.weights.url = str(server.make_url("/")).rstrip("/")
+        poller = StackPoller(endpoints, Security(token="0123456789abcdef"))
+        snapshot = await poller.refresh()
+        await poller.close()
+    assert snapshot.generating == (24, 90.5)
+    assert facts(snapshot)["generating"] == "90 tokens/s in 24 requests"
+    assert asked == ["Bearer 0123456789abcdef"]
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"loads": [{"num_running_reqs": 1}]}', '{"loads": 3}', "[]", "<html>", "\ud800"]
+)
+async def test_poll_when_a_server_does_not_tell_its_speed_then_it_is_left_out(
+    upstream: tuple[Upstream, EndpointsConfig], answer: str
+) -> None:
+    async def loads(_: web.Request) -> web.Response:
+        body = answer.encode(errors="surrogatepass")
+        return web.Response(body=body, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/v1/loads", loads)
+    service, endpoints = upstream
+    async with TestServer(app) as server:
+        service.weights.url = str(server.make_url("/")).rstrip("/")
+        poller = StackPoller(endpoints)
+        snapshot = await poller.refresh()
+        await poller.close()
+    assert snapshot.generating is None
+    assert "generating" not in facts(snapshot)
+    assert snapshot.problems == {}
+
+
+async def test_poll_when_a_server_is_quarantined_then_one_line_a_minute_names_the_cause(
+    upstream: tuple[Upstream, EndpointsConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, endpoints = upstream
+    poller = StackPoller(endpoints)
+    lines: list[str] = []
+    poller.listen_servers(lines.append)
+    clock = [1000.0]
+    monkeypatch.setattr(poller_module.time, "monotonic", lambda: clock[0])
+
+    async def look(state: int, cause: str, now: float) -> int:
+        service.weights.state, service.weights.cause, clock[0] = state, cause, now
+        await poller._poll_weights(poller._weights)
+        return len(lines)
+
+    quarantined, serving = policy_pb2.SERVER_STATE_QUARANTINED, policy_pb2.SERVER_STATE_SERVING
+    try:
+        assert await look(serving, "", 0.0) == 0
+        assert await look(quarantined, "in one step for 61 s", 1.0) == 1
+        assert await look(quarantined, "in one step for 63 s", 3.0) == 1
+        assert await look(serving, "", 10.0) == 1
+        assert await look(quarantined, "refused", 20.0) == 1  # told less than a minute ago
+        assert await look(quarantined, "refused", 62.0) == 2
+        assert await look(quarantined, "refused", 1000.0) == 2  # it never left
+    finally:
+        await poller.close()
+    assert lines == [
+        "server a:1 is quarantined: in one step for 61 s",
+        "server a:1 is quarantined: refused",
+    ]

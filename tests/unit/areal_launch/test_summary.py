@@ -184,3 +184,42 @@ def test_continue_when_the_earlier_file_knows_no_invocations_then_it_starts_over
         ]["from_step"]
         == 0
     )
+
+
+def test_panel_when_rows_were_trained_on_then_it_shows_the_loss_and_no_unknown_figures() -> None:
+    rows = [{"step": step, "train/loss": 1.5 - step / 100} for step in range(1, 5)]
+    panel = dict(summary_lines(summarize(rows=rows, results={}, snapshot=Snapshot())))
+    assert panel["loss"] == "1.475 → 1.475 (mean of the first and last 20 steps)"
+    assert not {"reward", "tasks", "staleness", "weights", "generated"} & panel.keys()
+    assert "?" not in " ".join(panel.values())
+
+
+def test_panel_when_evaluations_have_other_names_then_each_is_a_series() -> None:
+    measured = [
+        {"name": name, "step": step, "mean": mean, "stderr": 0.1, "rows": 9}
+        for name, step, mean in (
+            ("heldout", 0, 0.159), ("hard", 0, 0.5), ("heldout", 20, 0.045), ("heldout", 40, 0.018),
+        )
+    ]  # fmt: skip
+    panel = dict(summary_lines(summarize(results={"evaluations": measured})))
+    assert panel["heldout"] == "0.159 → 0.045 → 0.018"
+    assert panel["hard"] == "0.500"
+
+
+def test_panel_when_a_run_failed_before_its_first_step_then_an_evaluation_is_shown_once() -> None:
+    measured = [{"name": "heldout_before", "step": 0, "mean": 0.027, "stderr": 0.003, "rows": 9}]
+    results = {"heldout_before": 0.027, "evaluations": measured}
+    lines = summary_lines(summarize(rows=[], results=results))
+    assert [text for _, text in lines if "0.027" in text] == ["0.027 ± 0.003 over 9 rows"]
+
+
+@pytest.mark.parametrize(
+    ("latest", "expected"), [("interrupted", "interrupted"), ("finished", "finished")]
+)
+def test_status_when_a_finished_run_is_given_more_steps_then_an_interruption_is_told(
+    latest: str, expected: str
+) -> None:
+    first = continue_summary({}, summarize(), began=1.0)
+    again = continue_summary(first, summarize(status=latest), began=2.0)
+    assert again["status"] == expected
+    assert again["steps"] == 45

@@ -80,8 +80,42 @@ def test_trainer_when_its_gpus_cannot_be_used_then_it_refuses_for_good(tmp_path:
     assert read_verdict(tmp_path / "verdict") == line.removeprefix("areal-trainer: ")
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("{}['oops']", "KeyError: 'oops'"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+    ],
+)
+def test_trainer_when_main_raises_a_mistake_then_it_refuses_for_good_and_names_the_line(
+    tmp_path: Path, body: str, said: str
+) -> None:
+    """Five restarts, each of which loads the model and repeats steps, would say the same."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(f"def main(argv):\n    {body}\n")
+    ran = train(tmp_path, recipe)
+    assert ran.returncode == 2, ran.stderr[-2000:]
+    assert ran.stderr.strip().splitlines()[-1] == f"areal-trainer: {said} ({recipe}:2)"
+    assert read_verdict(tmp_path / "verdict") == f"{said} ({recipe}:2)"
+    assert "trainer_failed" in ran.stderr, "the traceback is in the log"
+
+
+def test_trainer_when_torch_is_not_installed_then_it_refuses_for_good_and_says_how(
+    tmp_path: Path,
+) -> None:
+    broken = tmp_path / "site" / "torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("def main(argv):\n    pass\n")
+    ran = train(tmp_path, recipe, first_path=str(broken.parent))
+    assert ran.returncode == 2, ran.stderr[-2000:]
+    line = "No module named 'torch'; pip install 'areal-services[trainer]'"
+    assert read_verdict(tmp_path / "verdict") == line
+
+
 def train(
-    folder: Path, recipe: Path, *overrides: str, **environment: str
+    folder: Path, recipe: Path, *overrides: str, first_path: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     settings = [f"run_root={folder}", f"recipe={recipe}", "allocation_mode=fsdp:d1"]
     config = build_config(GRPOConfig, None, [*settings, *overrides])
@@ -97,7 +131,7 @@ def train(
         check=False,
         env={
             **inherited,
-            "PYTHONPATH": str(source),
+            "PYTHONPATH": f"{first_path}{os.pathsep}{source}" if first_path else str(source),
             "CUDA_VISIBLE_DEVICES": "",
             VERDICT_VARIABLE: str(folder / "verdict"),
             **environment,
