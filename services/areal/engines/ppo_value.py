@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import torch
 from torch import Tensor
 
 from areal.algorithms import advantages as adv
@@ -34,8 +35,21 @@ class PPOCritic:
         self.n_minibatches = n_minibatches
 
     def compute_values(self, batch: Batch) -> Tensor:
-        """Return the value of the state before each loss token, [T], 0 elsewhere; collective."""
-        return self.engine.forward(batch, ScalarHead())
+        """Return the value of the state before each loss token, [T], 0 elsewhere; collective.
+
+        A batch with `truncated` gets `bootstrap_values`, [S]: the value of the state after the last
+        token of a sequence that was cut off, which `PPOActor.compute_advantages` counts as what the
+        rest would have brought; 0 for the others, which ended there.
+        """
+        if "truncated" not in batch:
+            return self.engine.forward(batch, ScalarHead())
+        mask, ends = batch["loss_mask"], batch["cu_seqlens"][1:].long() - 1
+        # One pass for both: the value before a token is read at the token before it.
+        places = mask.roll(-1)
+        places[ends] = batch["truncated"]
+        read = self.engine.forward({**batch, "loss_mask": places}, ScalarHead(shift=0))
+        batch["bootstrap_values"] = torch.where(batch["truncated"], read[ends], 0.0)
+        return torch.where(mask, read.roll(1), 0.0)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Take an optimizer step with each minibatch; collective.
