@@ -41,15 +41,23 @@ class PPOCritic:
         token of a sequence that was cut off, which `PPOActor.compute_advantages` counts as what the
         rest would have brought; 0 for the others, which ended there.
         """
-        if "truncated" not in batch:
-            return self.engine.forward(batch, ScalarHead())
-        mask, ends = batch["loss_mask"], batch["cu_seqlens"][1:].long() - 1
-        # One pass for both: the value before a token is read at the token before it.
-        places = mask.roll(-1)
-        places[ends] = batch["truncated"]
-        read = self.engine.forward({**batch, "loss_mask": places}, ScalarHead(shift=0))
-        batch["bootstrap_values"] = torch.where(batch["truncated"], read[ends], 0.0)
-        return torch.where(mask, read.roll(1), 0.0)
+        values = self.engine.forward(batch, ScalarHead())
+        if "truncated" in batch:
+            batch["bootstrap_values"] = self._values_after(batch, values)
+        return values
+
+    def _values_after(self, batch: Batch, values: Tensor) -> Tensor:
+        """Values after the last tokens of the sequences that were cut off, [S]; 0 elsewhere."""
+        bounds, found = batch["cu_seqlens"].long(), values.new_zeros(len(batch["truncated"]))
+        cut = torch.nonzero(batch["truncated"] & (bounds.diff() > 1)).flatten()
+        if not self.engine.reduce_stats({"cut": float(len(cut))})["cut"]:
+            return found
+        part = packing.select(batch, cut.tolist())
+        ends = part["cu_seqlens"][1:].long() - 1
+        mask = torch.zeros_like(part["loss_mask"])
+        mask[ends] = True
+        found[cut] = self.engine.forward({**part, "loss_mask": mask}, ScalarHead(shift=0))[ends]
+        return found
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Take an optimizer step with each minibatch; collective.

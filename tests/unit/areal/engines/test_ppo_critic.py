@@ -92,7 +92,7 @@ def test_advantages_when_answers_were_cut_off_then_the_value_after_them_counts(m
     assert "bootstrap_values" not in batch
     batch["truncated"] = torch.arange(len(batch["cu_seqlens"]) - 1) % 2 == 0
     batch["values"] = critic.compute_values(batch)
-    assert torch.allclose(batch["values"], plain, atol=1e-5)
+    assert torch.equal(batch["values"], plain)
     actor.compute_advantages(batch)
     for index, sequence in enumerate(packing.unpack(batch)):
         # The value of what the answer came to: that of one more token after it.
@@ -115,6 +115,21 @@ def test_advantages_when_answers_were_cut_off_then_the_value_after_them_counts(m
             gains.insert(0, total)
         assert sequence["advantages"][inside].tolist() == pytest.approx(gains, abs=1e-5)
     critic.ppo_update(batch)
+    batch["truncated"][:] = False
+    critic.compute_values(batch)
+    assert not batch["bootstrap_values"].any()
+
+
+def test_values_when_a_prompt_has_one_token_and_the_answer_is_cut_off_then_bootstrapped(make):
+    _, critic = make()
+    give_head(critic)
+    rows = [
+        {"input_ids": [65, 66], "loss_mask": [False, True]},
+        {"input_ids": [65], "loss_mask": [False]},
+    ]
+    batch = {**packing.pack(rows), "truncated": torch.tensor([True, True])}
+    assert critic.compute_values(batch)[1] != 0.0
+    assert (batch["bootstrap_values"] != 0.0).tolist() == [True, False]
 
 
 def test_update_when_reported_then_says_how_much_of_the_returns_values_foresaw(make):
