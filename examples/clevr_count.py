@@ -44,7 +44,10 @@ class Config(GRPOConfig):
 
 
 def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
-    """Train and held-out rows: {"prompt": "squares?", "images": [PNG], "answer": "2"}."""
+    """Train and held-out rows: {"prompt": "squares?", "images": [PNG], "answer": "2"}.
+
+    There is one picture without squares, and few with one: these are in both parts.
+    """
     rows = counting(
         config.train_pictures + config.heldout_pictures, most=config.most, seed=config.seed
     )

@@ -28,6 +28,7 @@ from areal import (
     load_expr_config,
     shuffle_rewards,
 )
+from areal.datasets.heldout import hold_out
 from areal.rewards.code import code_reward
 from areal.rewards.sandbox import Limits, Sandbox
 
@@ -77,7 +78,7 @@ def problems(config: Config) -> tuple[list[dict], list[dict]]:
     lines = [(a, b) for a in range(1, 10) for b in range(100)]
     random.Random(config.seed).shuffle(lines)
     rows = [row(a, b) for a, b in lines]
-    return rows[config.heldout_problems :], rows[: config.heldout_problems]
+    return hold_out(rows, config.heldout_problems, name="heldout_problems")
 
 
 def row(a: int, b: int) -> dict:

@@ -5,10 +5,10 @@ r"""Distillation: a student learns what its teacher would say, without servers o
         teacher=/models/Qwen2.5-7B-Instruct train_dataset.path=chats.jsonl actor.optimizer.lr=1e-5
     areal run examples/distill.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
-Rows are chats: {"messages": [{"role", "content"}, …]}; the last ones are held out. In the
-assistant's turns, the student learns the probabilities of the teacher's `k` likeliest tokens, not
-the token in the row. Both models must have the same vocabulary. The trainer loads the teacher as a
-frozen model.
+Rows are chats: {"messages": [{"role", "content"}, …]}. Held-out rows are those of the split `test`;
+they are held out of the file if the rows are a single file. In the assistant's turns, the student
+learns the probabilities of the teacher's `k` likeliest tokens, not the token in the row. Both
+models must have the same vocabulary. The trainer loads the teacher as a frozen model.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from typing import Literal
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
 from areal.datasets.chats import chat_unit
+from areal.datasets.heldout import hold_out, train_and_heldout
 from areal.datasets.preferences import GENERATED, sorted_digits
-from areal.datasets.rows import load_rows
 from areal.tokenizer import Tokenizer
 
 
@@ -34,15 +34,20 @@ class Config(GRPOConfig):
     """Number of teacher tokens that the student learns at each position."""
     direction: Literal["forward", "reverse"] = "forward"
     heldout_rows: int = 200
+    """Number of rows to evaluate on, which are not trained on; 0: no evaluation."""
 
 
 def units_of(config: Config, model: str) -> tuple[list, list]:
     """Train and held-out rows as token ids."""
     tokenizer = Tokenizer.load(Path(model))
-    path = config.train_dataset.path
-    rows = generated(config.seed) if path == GENERATED else load_rows(path)
-    units = [chat_unit(tokenizer, row["messages"]) for row in rows]
-    return units[: -config.heldout_rows], units[-config.heldout_rows :]
+    path, count = config.train_dataset.path, config.heldout_rows
+    if path == GENERATED:
+        train, heldout = hold_out(generated(config.seed), count)
+    else:
+        train, heldout = train_and_heldout(path, count)
+    return tuple(
+        [chat_unit(tokenizer, row["messages"]) for row in part] for part in (train, heldout)
+    )
 
 
 def generated(seed: int) -> list[dict]:
@@ -70,7 +75,8 @@ def main(argv):
     train, heldout = units_of(config, config.model.path)
 
     def evaluate(name: str, engine) -> None:
-        model.record(name, [evaluate_lm(engine, batch) for batch in model.chunks(heldout)])
+        if heldout:
+            model.record(name, evaluate_lm(engine, model.chunks(heldout)))
 
     if model.step == 0:
         evaluate("heldout_loss_teacher", teacher)

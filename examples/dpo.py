@@ -7,8 +7,8 @@ r"""DPO, IPO or SimPO: a model learns from pairs of answers, without servers or 
     areal run examples/dpo.py actor.lora={} actor.optimizer.lr=3e-3   # the reference is the actor
                                                                       # without its adapters
 
-Rows are {"prompt", "chosen", "rejected"}: texts, or lists of messages. The last rows of the file
-are held out.
+Rows are {"prompt", "chosen", "rejected"}: texts, or lists of messages. Held-out rows are those
+of the split `test`; they are held out of the file if the rows are a single file.
 """
 
 from contextlib import nullcontext
@@ -18,8 +18,8 @@ from typing import Literal
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
 from areal.datasets.chats import pair_unit
+from areal.datasets.heldout import hold_out, train_and_heldout
 from areal.datasets.preferences import GENERATED, sorted_digits
-from areal.datasets.rows import load_rows
 from areal.tokenizer import Tokenizer
 
 
@@ -33,6 +33,7 @@ class Config(GRPOConfig):
     gamma: float = 0.5
     """SimPO's target margin."""
     heldout_rows: int = 200
+    """Number of rows to evaluate on, which are not trained on; 0: no evaluation."""
 
 
 def main(argv):
@@ -47,29 +48,28 @@ def main(argv):
     if preference.needs_reference and not adapted:
         reference = frozen(config.actor)
     tokenizer = Tokenizer.load(Path(config.model.path))
-    rows = (
-        sorted_digits(3000, config.seed)
-        if config.train_dataset.path == GENERATED
-        else load_rows(config.train_dataset.path)
+    path, count = config.train_dataset.path, config.heldout_rows
+    parts = (
+        hold_out(sorted_digits(3000, config.seed), count)
+        if path == GENERATED
+        else train_and_heldout(path, count)
     )
-    units = [pair_unit(tokenizer, row) for row in rows]
-    train, heldout = units[: -config.heldout_rows], units[-config.heldout_rows :]
+    train, heldout = ([pair_unit(tokenizer, row) for row in rows] for rows in parts)
 
-    def compare(batch) -> None:
-        """Adds the reference model's logprobs of the answers to a batch."""
-        if preference.needs_reference:
-            with model.engine.without_adapters() if adapted else nullcontext():
-                batch["reference_logprobs"] = reference.forward(batch)
+    def compared(batches):
+        """Adds the reference model's logprobs of the answers to each batch."""
+        for batch in batches:
+            if preference.needs_reference:
+                with model.engine.without_adapters() if adapted else nullcontext():
+                    batch["reference_logprobs"] = reference.forward(batch)
+            yield batch
 
-    for batch in model.batches(train):
-        compare(batch)
+    for batch in compared(model.batches(train)):
         model.finish_step(preference.train(model.engine, batch))
-    found = []
-    for batch in model.chunks(heldout):
-        compare(batch)
-        found.append(preference.evaluate(model.engine, batch))
-    for name in ("loss", "accuracy", "margin"):
-        model.record(f"heldout_{name}", [each[name] for each in found])
+    if heldout:
+        found = preference.evaluate(model.engine, compared(model.chunks(heldout)))
+        for name, value in found.items():
+            model.record(f"heldout_{name}", value)
     model.save()
 
 

@@ -22,7 +22,7 @@ from areal import (
     load_expr_config,
 )
 from areal.datasets.gsm8k import gsm8k_row
-from areal.datasets.rows import load_rows
+from areal.datasets.heldout import train_and_heldout
 
 
 @dataclass
@@ -30,16 +30,14 @@ class Config(GRPOConfig):
     """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     heldout_rows: int = 200
-    """Number of test rows to evaluate on, before and after training; 0: no evaluation."""
+    """Number of rows to evaluate on, before and after training; 0: no evaluation. They are rows of
+    the split `test`, or held out of the file if the rows are a single file."""
 
 
 def main(argv):
     config, _ = load_expr_config(argv, Config)
-    path = config.train_dataset.path
-    train = [gsm8k_row(row) for row in load_rows(path, "train")]
-    heldout = []
-    if config.heldout_rows:
-        heldout = [gsm8k_row(row) for row in load_rows(path, "test")[: config.heldout_rows]]
+    parts = train_and_heldout(config.train_dataset.path, config.heldout_rows)
+    train, heldout = ([gsm8k_row(row) for row in rows] for rows in parts)
 
     rollout = RemoteSGLangEngine(config.rollout)
     actor = FSDPPPOActor(config.actor)

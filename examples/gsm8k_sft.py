@@ -6,8 +6,9 @@ r"""Fine-tuning on worked answers to grade-school mathematics, without servers o
     areal run examples/gsm8k_sft.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
 Rows are GSM8K's {"question", "answer"}, or chats: {"messages": [{"role", "content"}, …]}. The
-loss covers the assistant's turns. The model is written to runs/…/model, a folder that transformers
-and SGLang can load.
+loss covers the assistant's turns. Held-out rows are those of the split `test`; they are held out of
+the file if the rows are a single file. The model is written to runs/…/model, a folder that
+transformers and SGLang can load.
 """
 
 import random
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
 from areal.datasets.chats import chat_unit
-from areal.datasets.rows import load_rows
+from areal.datasets.heldout import hold_out, train_and_heldout
 from areal.tokenizer import Tokenizer
 
 GENERATED = "generated"
@@ -27,7 +28,7 @@ class Config(GRPOConfig):
     """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     heldout_rows: int = 200
-    """Number of test rows to evaluate on."""
+    """Number of rows to evaluate on, which are not trained on; 0: no evaluation."""
     evaluate_steps: int = 50
     """Steps between two evaluations."""
 
@@ -47,15 +48,13 @@ def main(argv):
     model = OfflineTrainer(config.actor)
     tokenizer = Tokenizer.load(Path(config.model.path))
 
-    def units(split: str, count: int | None = None) -> list:
-        rows = rows_of(config.train_dataset.path, split, config.seed)
-        return [chat_unit(tokenizer, messages_of(row)) for row in rows[:count]]
-
-    train, heldout = units("train"), units("test", config.heldout_rows)
+    train, heldout = (
+        [chat_unit(tokenizer, messages_of(row)) for row in rows] for rows in rows_of(config)
+    )
 
     def evaluate(name: str) -> None:
-        losses = [evaluate_lm(model.engine, batch) for batch in model.chunks(heldout)]
-        model.record(name, losses)
+        if heldout:
+            model.record(name, evaluate_lm(model.engine, model.chunks(heldout)))
 
     if model.step == 0:
         evaluate("heldout_loss_before")
@@ -70,13 +69,13 @@ def main(argv):
 # -- data and model that need no download ------------------------------------------------------
 
 
-def rows_of(path: str, split: str, seed: int) -> list[dict]:
-    """Reads rows from a file, a folder or the Hub, or generates rows in GSM8K's format."""
-    if path != GENERATED:
-        return load_rows(path, split)
-    generator = random.Random(f"{seed} {split}")
+def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
+    """Returns train and held-out rows: read from an address, or generated in GSM8K's format."""
+    if config.train_dataset.path != GENERATED:
+        return train_and_heldout(config.train_dataset.path, config.heldout_rows)
+    generator = random.Random(config.seed)
     rows = []
-    for _ in range(4000 if split == "train" else 400):
+    for _ in range(4000):
         a, b = generator.randint(2, 9), generator.randint(2, 9)
         name, what = generator.choice(["Tom", "Ada"]), generator.choice(["pens", "figs"])
         rows.append(
@@ -85,7 +84,7 @@ def rows_of(path: str, split: str, seed: int) -> list[dict]:
                 "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b} {what}.\n#### {a + b}",
             }
         )
-    return rows
+    return hold_out(rows, config.heldout_rows)
 
 
 def prepare_model(config: Config) -> None:

@@ -5,8 +5,9 @@ r"""A reward model trained on pairs of answers (Bradley-Terry), without servers 
         train_dataset.path=pairs.jsonl actor.optimizer.lr=1e-5
     areal run examples/reward_model.py actor.lora={} actor.optimizer.lr=3e-3
 
-Rows are {"prompt", "chosen", "rejected"}: texts, or lists of messages. The last rows of the file
-are held out. The model is written to runs/…/model: a sequence classifier with one class.
+Rows are {"prompt", "chosen", "rejected"}: texts, or lists of messages. Held-out rows are those
+of the split `test`; they are held out of the file if the rows are a single file. The model is
+written to runs/…/model: a sequence classifier with one class.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from pathlib import Path
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
 from areal.datasets.chats import pair_unit
+from areal.datasets.heldout import hold_out, train_and_heldout
 from areal.datasets.preferences import GENERATED, sorted_digits
-from areal.datasets.rows import load_rows
 from areal.tokenizer import Tokenizer
 
 
@@ -24,6 +25,7 @@ class Config(GRPOConfig):
     """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     heldout_rows: int = 200
+    """Number of rows to evaluate on, which are not trained on; 0: no evaluation."""
 
 
 def main(argv):
@@ -32,19 +34,19 @@ def main(argv):
 
     model = OfflineTrainer(config.actor, scalar=True)
     tokenizer = Tokenizer.load(Path(config.model.path))
-    rows = (
-        sorted_digits(3000, config.seed)
-        if config.train_dataset.path == GENERATED
-        else load_rows(config.train_dataset.path)
+    path, count = config.train_dataset.path, config.heldout_rows
+    parts = (
+        hold_out(sorted_digits(3000, config.seed), count)
+        if path == GENERATED
+        else train_and_heldout(path, count)
     )
-    units = [pair_unit(tokenizer, row) for row in rows]
-    train, heldout = units[: -config.heldout_rows], units[-config.heldout_rows :]
+    train, heldout = ([pair_unit(tokenizer, row) for row in rows] for rows in parts)
 
     for batch in model.batches(train):
         model.finish_step(train_reward_model(model.engine, batch))
-    found = [evaluate_reward_model(model.engine, batch) for batch in model.chunks(heldout)]
-    for name in ("loss", "accuracy", "margin"):
-        model.record(f"heldout_{name}", [each[name] for each in found])
+    if heldout:
+        for name, value in evaluate_reward_model(model.engine, model.chunks(heldout)).items():
+            model.record(f"heldout_{name}", value)
     model.save()
 
 

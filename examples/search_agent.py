@@ -29,6 +29,7 @@ from areal import (
     load_expr_config,
     shuffle_rewards,
 )
+from areal.datasets.heldout import hold_out
 
 
 @dataclass
@@ -111,7 +112,8 @@ def problems(config: Config) -> tuple[list[dict], list[dict]]:
     """Train and held-out rows, of different parcels: {"question": "ka7?", "answer": "42"}."""
     rows = [{"question": f"{parcel}?", "answer": bay} for parcel, bay in facts().items()]
     random.Random(config.seed).shuffle(rows)
-    return rows[: config.train_problems], rows[-config.heldout_problems :]
+    train, heldout = hold_out(rows, config.heldout_problems, name="heldout_problems")
+    return train[: config.train_problems], heldout
 
 
 def main(argv):

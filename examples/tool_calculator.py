@@ -25,6 +25,7 @@ from areal import (
     load_expr_config,
     shuffle_rewards,
 )
+from areal.datasets.heldout import hold_out
 
 
 @dataclass
@@ -56,8 +57,8 @@ def problems(config: Config) -> tuple[list[dict], list[dict]]:
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a * b >= 1000]
     random.Random(config.seed).shuffle(pairs)
     rows = [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs]
-    held = config.heldout_problems
-    return rows[held : held + config.train_problems], rows[:held]
+    train, heldout = hold_out(rows, config.heldout_problems, name="heldout_problems")
+    return train[: config.train_problems], heldout
 
 
 def reward_fn(prompt, completions, prompt_ids, completion_ids, answer, **data) -> float:

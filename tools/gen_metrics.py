@@ -77,8 +77,20 @@ and metrics.jsonl has all steps.
 
 `trainer.json` in the run folder contains the results of
 `rollout.evaluate(rows, workflow, name=NAME)` and `session.record(NAME, value)`, each under its
-NAME. The key `evaluations` lists all evaluations with their steps. The key `measured_at_step`
-contains, for each result, the step whose policy was measured.
+NAME. The key `measured_at_step` contains, for each result, the step whose policy was measured. The
+key `evaluations` lists all evaluations: `name`, `step`, `mean`, `stderr`, and
+
+| key | meaning |
+|---|---|
+| `rows` | rows in the mean. Each row has the same weight |
+| `rejected` | those of them that count as 0, because the workflow rejected what the model wrote |
+| `failed` | rows without a result, which the mean leaves out: their reward function raised an \
+error, or their servers failed |
+| `cause` | the most frequent cause of failed rows |
+
+Where people read a mean, it says "over 9 of 12 rows" if three failed. Each line of
+`evaluations/NAME-vVERSION.jsonl` is a row. A row without `answers` has its cause, in `rejected` or
+`failed`.
 
 ## Services: /metrics
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from areal.errors import InvalidInput
+from areal.weights.manifest import SINGLE_FILE, weight_files
+
 INDEX = "model.safetensors.index.json"
 
 
@@ -71,7 +74,12 @@ def size_of(folder: Path) -> int:
 
 
 def _weights_lack(model: Path) -> str:
-    if (model / INDEX).is_file():
+    if (model / INDEX).is_file() and (model / SINGLE_FILE).is_file():
+        try:
+            weight_files(model)
+        except InvalidInput as error:
+            return str(error)
+    elif (model / INDEX).is_file():
         shards = sorted(set(json.loads((model / INDEX).read_text())["weight_map"].values()))
         absent = [name for name in shards if not (model / name).is_file()]
         if absent:

@@ -43,7 +43,13 @@ class TrainerService(pb_grpc.TrainerServiceServicer):
                 for row in snapshot.rows[:MAX_ROWS]
             ],
             evaluations=[
-                pb.Evaluation(name=e.name, step=e.step, mean_reward=e.mean_reward)
+                pb.Evaluation(
+                    name=e.name,
+                    step=e.step,
+                    mean_reward=e.mean_reward,
+                    rows=e.rows,
+                    failed=e.failed,
+                )
                 for e in snapshot.evaluations
             ],
         )

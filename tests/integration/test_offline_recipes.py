@@ -39,6 +39,30 @@ def test_sft_when_run_then_the_loss_falls_and_transformers_reads_the_model(tmp_p
     AutoModelForCausalLM.from_pretrained(example.config.run_dir / "model")
 
 
+@pytest.mark.parametrize("name", ["gsm8k_sft", "dpo", "reward_model"])
+def test_recipe_when_as_many_rows_are_held_out_as_the_file_has_then_one_line_names_both(
+    tmp_path: Path, name: str
+) -> None:
+    row = {"prompt": "1?", "question": "1?", "answer": "1", "chosen": "1", "rejected": "2"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({**row, "prompt": f"{n}?", "question": f"{n}?"}) + "\n" for n in range(9)
+        )
+    )
+    example = Example(name, tmp_path, f"train_dataset.path={file}", "heldout_rows=9")
+    with pytest.raises(InvalidInput, match="heldout_rows=9: there are 9 rows"):
+        example.run()
+    few = Example(
+        name,
+        tmp_path,
+        *(f"train_dataset.path={file}", "heldout_rows=0", "train_dataset.batch_size=3"),
+        *("total_train_steps=1", "trial_name=none"),
+    ).run()
+    results = few.config.run_dir / "trainer.json"
+    assert not results.exists() or not [each for each in few.results if "heldout" in each]
+
+
 def test_sft_when_with_lora_then_the_loss_falls_and_the_saved_model_has_merged_weights(
     tmp_path: Path,
 ) -> None:

@@ -73,7 +73,7 @@ def behavior_weight(
 
 @torch.no_grad()
 def second_moment_mask(
-    proximal_logprobs: Tensor,
+    policy_logprobs: Tensor,
     behavior_logprobs: Tensor,
     loss_mask: Tensor,
     threshold: float,
@@ -81,13 +81,13 @@ def second_moment_mask(
 ) -> Tensor:
     """Choose the tokens that M2PO trains on (arXiv 2510.01161).
 
-    With m = (proximal - behavior)^2, tokens are left out from the largest m on, until the mean of
+    With m = (policy - behavior)^2, tokens are left out from the largest m on, until the mean of
     the others is below the threshold. The choice is made over the batch of all ranks (AReaL makes
     it in each micro-batch: there it depends on how a batch is cut). Tokens with equal m are kept or
     left out together.
 
     Args:
-        proximal_logprobs: float [T].
+        policy_logprobs: float [T], just before the optimizer step.
         behavior_logprobs: float [T].
         loss_mask: bool [T].
         threshold: upper bound for the mean over the kept tokens.
@@ -96,7 +96,7 @@ def second_moment_mask(
     Returns:
         Bool [T], false off the mask.
     """
-    moments = masked_difference(proximal_logprobs, behavior_logprobs, loss_mask).double()
+    moments = masked_difference(policy_logprobs, behavior_logprobs, loss_mask).double()
     moments = moments.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).square_()
     ordered = moments[loss_mask].sort().values
     sums = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])

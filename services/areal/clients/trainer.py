@@ -33,7 +33,8 @@ class TrainerStatus:
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Rows of metrics.jsonl after the step asked for, oldest first; each has `step`."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """{"name", "step", "mean_reward"} of each time that held-out rows were measured."""
+    """{"name", "step", "mean_reward"} of each time that held-out rows were measured; also "rows" in
+    the mean and "failed" rows, if they are known."""
 
 
 class TrainerClient(Client):
@@ -72,6 +73,7 @@ class TrainerClient(Client):
             rows=rows,
             evaluations=[
                 {"name": e.name, "step": e.step, "mean_reward": e.mean_reward}
+                | ({"rows": e.rows, "failed": e.failed} if e.rows else {})
                 for e in reply.evaluations
             ],
         )

@@ -55,9 +55,10 @@ PRESETS: dict[str, Preset] = {
         _grpo(reward_norm=None, adv_norm="batch/batch", gae_lambda=0.95),
         critic={},
         note="The recipe must create a critic (`FSDPPPOCritic`), as examples/ppo_critic.py does. V "
-        "is the critic's value of a token. The critic's loss is half the squared error, averaged "
-        "over tokens. New values are clipped to within 0.2 of the values at the start of the "
-        "update.",
+        "is the critic's value of a token. V_next after an answer's last token is 0, or, if the "
+        "answer was cut off, the critic's value of what it came to. The critic's loss is half the "
+        "squared error, averaged over tokens. New values are clipped to within 0.2 of the values "
+        "at the start of the update.",
     ),
     "dr_grpo": Preset(
         "Dr. GRPO",
@@ -136,10 +137,21 @@ PRESETS: dict[str, Preset] = {
     "m2po": Preset(
         "M2PO",
         "2510.01161",
-        "the tokens with the largest (log π_proximal/π_behavior)² are left out until the mean of "
-        "the rest is below 0.04",
-        _grpo(behavior_weight_mode="second_moment", behavior_weight_cap=0.04),
-        note="Tokens are chosen from the batch of all ranks; AReaL chooses from each micro-batch.",
+        "the tokens with the largest (log π/π_behavior)² are left out until the mean of the rest "
+        "is below 0.04; nothing is clipped",
+        _grpo(
+            behavior_weight_mode="second_moment",
+            behavior_weight_cap=0.04,
+            eps_clip=1.0,
+            eps_clip_higher=1e9,  # above any ratio: the objective has no clip
+        ),
+        note="All tokens count, as in the paper's text and in AReaL. In the authors' code only "
+        "those count, and are left out, whose probability has moved in the direction of their "
+        "advantage (A > 0 and π > π_behavior, or both reversed), and none within 0.7 to 1.5. The "
+        "choice is made from the tokens of all ranks in each minibatch, with π as it is just "
+        "before that minibatch's update; AReaL chooses from each micro-batch, with the π of the "
+        "start of the update, and also clips. The weight π_proximal/π_behavior of a token that "
+        "stays has no cap.",
     ),
 }
 

@@ -255,9 +255,9 @@ class PPOActorConfig(TrainEngineConfig):
     the same, but all tokens of a sequence have one weight, the product of their weights.
     `second_moment`: tokens are left out, starting with those whose probability changed most, until
     the mean squared log weight of the rest is below the cap (M2PO). This mode takes an extra
-    forward pass. AReaL's default is `token_mask`. Ours is not, because a wrong token above the cap
-    has just become likely, and leaving it out removes the gradient that would make it unlikely
-    again."""
+    forward pass, and one more for each of several minibatches. AReaL's default is `token_mask`.
+    Ours is not, because a wrong token above the cap has just become likely, and leaving it out
+    removes the gradient that would make it unlikely again."""
     reward_bias: float = field(default=0.0, metadata=_NOT_A_KEY)
     """Added to each sequence's reward, before scaling."""
     reward_scaling: float = 1.0

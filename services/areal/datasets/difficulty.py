@@ -109,7 +109,9 @@ def _pass_rates(file: Path, count: int) -> dict[int, float]:
             answered = orjson.loads(line)
             index = int(_INDEX.search(answered["task_id"])[1])  # type: ignore[index]
             rewards = [float(each["reward"]) for each in answered["answers"]]
-            rates[index] = sum(rewards) / len(rewards)
+            if "failed" in answered:  # nothing is known of how hard the row is
+                continue
+            rates[index] = 0.0 if "rejected" in answered else sum(rewards) / len(rewards)
         except (ValueError, KeyError, TypeError, ZeroDivisionError):
             raise InvalidInput(
                 f"{file}:{number}: expected a line of answers as rollout.evaluate writes it"

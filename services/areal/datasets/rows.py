@@ -2,7 +2,7 @@
 
 | address                               | rows                                                |
 |---------------------------------------|-----------------------------------------------------|
-| `rows.jsonl`, `rows.parquet`          | all of the file's                                   |
+| `rows.jsonl`, `rows.parquet`          | all of the file's; it has no other split            |
 | `folder`                              | of its files that are named after the split         |
 | `hf://org/name[/config][@revision]`   | the same, of a repository of the Hub                |
 
@@ -35,15 +35,16 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
         address: A .jsonl or .parquet file, a folder of such files, or a dataset on the Hub,
             `hf://org/name[/config][@revision]`.
         split: The split to read from a folder or dataset: the files that are named after the split
-            or are in a folder of that name. If the address is a single file, all of it is read.
+            or are in a folder of that name. A single file is the split `train`, and the one that it
+            is named after; `train_and_heldout` holds rows out of it.
 
     Returns:
         All rows, in memory. Files are read in the order of their names.
 
     Raises:
-        InvalidInput: There is nothing at the address, the split has no files or rows, the
-            dataset has several configs and the address names none, or the Hub answers with HTTP
-            401, 403 or 404. A private or gated dataset needs a token in HF_TOKEN.
+        InvalidInput: There is nothing at the address, the split has no files (`NoSplitError`) or no
+            rows, the dataset has several configs and the address names none, or the Hub answers
+            with HTTP 401, 403 or 404. A private or gated dataset needs a token in HF_TOKEN.
         Unavailable: The Hub cannot be reached or answers with another error.
 
     Example:
@@ -57,7 +58,14 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
     if place.is_dir():
         found = {str(each.relative_to(place)) for each in place.rglob("*") if each.is_file()}
         return _read(place, _of_split(found, split, text), text)
-    return _read_file(place)
+    rows = _read_file(place)
+    if split != "train" and not _is_of(PurePosixPath(place.name), split):
+        # All of it would be the training rows again.
+        raise NoSplitError(
+            f"dataset {text}: a single file has no split {split!r}: expected a folder with files "
+            "of that split, or train_and_heldout(), which holds rows out of a file"
+        )
+    return rows
 
 
 def _from_hub(address: str, split: str) -> list[dict[str, Any]]:
@@ -108,6 +116,10 @@ class _NoFilesError(InvalidInput):
     """No file in a form that is read here."""
 
 
+class NoSplitError(InvalidInput):
+    """There are rows at the address, but none of the split."""
+
+
 def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
     """The files of a split, in order: all of one form and one config."""
     listed = sorted(each for each in files if each.endswith(_FORMATS))
@@ -116,7 +128,7 @@ def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
     mine = [each for each in listed if _is_of(PurePosixPath(each), split)]
     if not mine:
         shown = ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "")
-        raise InvalidInput(f"dataset {address}: no files of split {split!r} among {shown}")
+        raise NoSplitError(f"dataset {address}: no files of split {split!r} among {shown}")
     form = next(form for form in _FORMATS if any(each.endswith(form) for each in mine))
     mine = [each for each in mine if each.endswith(form)]
     configs = {

@@ -38,15 +38,22 @@ def with_rest(logprobs: Tensor) -> Tensor:
 def top_k_kl(student: Tensor, teacher: Tensor, direction: Literal["forward", "reverse"]) -> Tensor:
     """Return each token's KL divergence over the same k ids and the rest.
 
+    An id that the teacher rules out (logprob -inf: a masked or padded vocabulary) is one of the
+    rest, for both.
+
     Args:
         student: logprobs [N, k], with gradient.
-        teacher: logprobs [N, k].
+        teacher: logprobs [N, k]; -inf: ruled out.
         direction: `forward`, KL(teacher || student), or `reverse`, KL(student || teacher).
 
     Returns:
         [N], 0 or more.
     """
-    q, p = with_rest(student), with_rest(teacher)
+    ruled_out = teacher == -torch.inf
+    q, p = with_rest(student.masked_fill(ruled_out, -torch.inf)), with_rest(teacher)
+    # Two equal logprobs of 0 add nothing to either sum.
+    unused = torch.nn.functional.pad(ruled_out, (0, 1))
+    q, p = q.masked_fill(unused, 0.0), p.masked_fill(unused, 0.0)
     if direction == "forward":
         return (p.exp() * (p - q)).sum(-1)
     return (q.exp() * (q - p)).sum(-1)

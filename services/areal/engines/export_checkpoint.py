@@ -21,7 +21,7 @@ from areal.engines.fsdp import FSDPEngine
 from areal.engines.model import lora
 from areal.errors import ArealError, InvalidInput
 from areal.models.directory import serving_dtype
-from areal.training.run_files import EVALUATIONS
+from areal.training.run_files import EVALUATIONS, over_rows
 
 
 def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> None:
@@ -74,7 +74,9 @@ def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]], *, sc
         scalar: the model returns one number, like a reward model.
     """
     found = [each for each in evaluations if each["step"] == step]
-    rows = [f"| {each['name']} | {each['mean']:.4f} |" for each in found]
+    rows = [
+        f"| {each['name']} | {each['mean']:.4f} {over_rows(each)}".rstrip() + " |" for each in found
+    ]
     table = ["", "| held-out reward | mean |", "|---|---|", *rows] if rows else []
     how, data, batch = f"`{config.algorithm}`", "", config.train_dataset.batch_size
     units = f"{batch} groups of {config.gconfig.n_samples} samples"

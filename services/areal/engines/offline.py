@@ -7,7 +7,7 @@ Importing this module loads no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +93,10 @@ class OfflineTrainer:
                 raise InvalidInput("batches(): expected finish_step() after each batch")
 
     def chunks(self, units: Sequence[Unit]) -> Iterator[Batch]:
-        """Yields this rank's share of all units in order, 64 units at a time, for evaluation."""
+        """Yields this rank's share of all units in order, 64 units at a time, for evaluation.
+
+        Pass all chunks to one call (`evaluate_lm(model.engine, model.chunks(units))`).
+        """
         for begin in range(0, len(units), _EVALUATED_AT_ONCE):
             yield self.share(units[begin : begin + _EVALUATED_AT_ONCE])
 
@@ -130,17 +133,23 @@ class OfflineTrainer:
         self.session.finish_step()
         self.engine.set_version(self.session.step)
 
-    def record(self, name: str, values: Iterable[float]) -> float:
-        """Returns the mean of the values and records it in the run's trainer.json and log.
+    def record(self, name: str, value: float) -> None:
+        """Records a result in the run's trainer.json and log.
 
         Args:
             name: The result's name. A later result with the same name replaces it.
-            values: The values to average. If there are none, the mean is 0.
+            value: One number, such as `evaluate_lm` returns for all chunks together. A mean of
+                the chunks' means would give rows of the last chunk more weight.
+
+        Raises:
+            InvalidInput: `value` is not a number.
         """
-        figures = list(values)
-        mean = sum(figures) / max(len(figures), 1)
-        self.session.record(name, round(mean, 4))
-        return mean
+        if not isinstance(value, int | float):
+            raise InvalidInput(
+                f"record({name!r}): expected a number, got {type(value).__name__}; evaluate_lm "
+                "and the like take model.chunks(...) and return one"
+            )
+        self.session.record(name, round(value, 4))
 
     def save(self, name: str = "model") -> Path:
         """Saves the model as a Hugging Face folder in the run folder and returns its path.

@@ -190,8 +190,11 @@ class PPOActor:
                 **self.engine.reduce_stats(counts),
             ).to(batch["advantages"].dtype)
         if config.selects_tokens and "kept" not in batch:
+            # The policy just before this step: earlier minibatches have moved it.
+            several = config.ppo_n_minibatches > 1
+            current = self.compute_logprobs(batch) if several else batch["proximal_logprobs"]
             added["kept"] = behavior.second_moment_mask(
-                batch["proximal_logprobs"],
+                current,
                 batch["behavior_logprobs"],
                 mask,
                 config.behavior_weight_cap or math.inf,

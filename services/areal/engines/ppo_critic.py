@@ -70,7 +70,11 @@ class FSDPPPOCritic:
         return self.session.step < self.config.warmup_steps
 
     def compute_values(self, batch: Batch) -> Tensor:
-        """Returns the value of the state before each loss token, float32 [T]; 0 elsewhere."""
+        """Returns the value of the state before each loss token, float32 [T]; 0 elsewhere.
+
+        Also adds `bootstrap_values` to the batch, float32 [S]: the value after the last token of a
+        sequence that was cut off, and 0 for one that ended.
+        """
         return self._critic.compute_values(batch)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import torch
 from torch import Tensor
 
 from areal.algorithms import advantages as adv
@@ -34,8 +35,29 @@ class PPOCritic:
         self.n_minibatches = n_minibatches
 
     def compute_values(self, batch: Batch) -> Tensor:
-        """Return the value of the state before each loss token, [T], 0 elsewhere; collective."""
-        return self.engine.forward(batch, ScalarHead())
+        """Return the value of the state before each loss token, [T], 0 elsewhere; collective.
+
+        A batch with `truncated` gets `bootstrap_values`, [S]: the value of the state after the last
+        token of a sequence that was cut off, which `PPOActor.compute_advantages` counts as what the
+        rest would have brought; 0 for the others, which ended there.
+        """
+        values = self.engine.forward(batch, ScalarHead())
+        if "truncated" in batch:
+            batch["bootstrap_values"] = self._values_after(batch, values)
+        return values
+
+    def _values_after(self, batch: Batch, values: Tensor) -> Tensor:
+        """Values after the last tokens of the sequences that were cut off, [S]; 0 elsewhere."""
+        bounds, found = batch["cu_seqlens"].long(), values.new_zeros(len(batch["truncated"]))
+        cut = torch.nonzero(batch["truncated"] & (bounds.diff() > 1)).flatten()
+        if not self.engine.reduce_stats({"cut": float(len(cut))})["cut"]:
+            return found
+        part = packing.select(batch, cut.tolist())
+        ends = part["cu_seqlens"][1:].long() - 1
+        mask = torch.zeros_like(part["loss_mask"])
+        mask[ends] = True
+        found[cut] = self.engine.forward({**part, "loss_mask": mask}, ScalarHead(shift=0))[ends]
+        return found
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Take an optimizer step with each minibatch; collective.

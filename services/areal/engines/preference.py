@@ -7,6 +7,7 @@ policy --> logprobs [T] --> a score of each answer --> margin of each pair --> l
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from areal.algorithms import preference
 from areal.algorithms.losses import LossResult
 from areal.algorithms.packing import Batch
-from areal.engines.train_api import TrainEngine
+from areal.engines.train_api import TrainEngine, as_batches
 from areal.errors import InvalidInput
 
 PreferenceLoss = Literal["dpo", "ipo", "simpo"]
@@ -25,6 +26,22 @@ PreferenceLoss = Literal["dpo", "ipo", "simpo"]
 def count_pairs(batch: Batch) -> int:
     """Return the number of pairs of a batch."""
     return int(batch["chosen"].sum())
+
+
+def mean_over_pairs(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return each statistic per pair, from its sums over batches, which count their `pairs`.
+
+    Raises:
+        InvalidInput: there is no pair.
+    """
+    total: dict[str, float] = {}
+    for each in sums:
+        for name, value in each.items():
+            total[name] = total.get(name, 0.0) + value
+    pairs = total.pop("pairs", 0.0)
+    if not pairs:
+        raise InvalidInput("evaluation of pairs: expected at least one pair, got none")
+    return {name: value / pairs for name, value in total.items()}
 
 
 @dataclass(frozen=True)
@@ -65,12 +82,24 @@ class Preference:
         self._check(batch)
         return engine.train_batch(batch, self._loss, count_pairs)
 
-    def evaluate(self, engine: TrainEngine, batch: Batch) -> dict[str, float]:
-        """Return `loss`, `accuracy` and `margin` over all ranks' pairs; collective."""
+    def evaluate(self, engine: TrainEngine, batches: Batch | Iterable[Batch]) -> dict[str, float]:
+        """Return `loss`, `accuracy` and `margin`, means over the pairs of all batches and ranks.
+
+        Each pair has the same weight, however the pairs are cut into batches. Collective.
+
+        Args:
+            engine: any.
+            batches: this rank's share of one batch or of several, each as for `train`.
+
+        Raises:
+            InvalidInput: a key is missing, or there is no pair.
+        """
+        return mean_over_pairs(self._sums(engine, batch) for batch in as_batches(batches))
+
+    def _sums(self, engine: TrainEngine, batch: Batch) -> dict[str, float]:
         self._check(batch)
         loss, sums = self._loss(engine.forward(batch), torch.empty(0), batch)
-        total = engine.reduce_stats({**sums, "loss": loss, "pairs": float(count_pairs(batch))})
-        return {name: total[name] / max(total["pairs"], 1.0) for name in ("loss", *sums)}
+        return engine.reduce_stats({"loss": loss, **sums, "pairs": float(count_pairs(batch))})
 
     def _check(self, batch: Batch) -> None:
         needed = ["chosen", *(["reference_logprobs"] if self.needs_reference else [])]

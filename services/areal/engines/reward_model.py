@@ -7,7 +7,7 @@ folder that transformers reads as a sequence classifier of one class, and SGLang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from areal.algorithms import packing, preference
 from areal.algorithms.losses import LossResult
 from areal.algorithms.packing import Batch
 from areal.engines.model.heads import ScalarHead
-from areal.engines.preference import count_pairs
-from areal.engines.train_api import TrainEngine
+from areal.engines.preference import count_pairs, mean_over_pairs
+from areal.engines.train_api import TrainEngine, as_batches
 
 _HEAD = ScalarHead(shift=0)
 
@@ -43,12 +43,26 @@ def train_reward_model(engine: TrainEngine, batch: Batch) -> dict[str, float]:
     return engine.train_batch(at_last_token(batch), _loss, count_pairs, head=_HEAD)
 
 
-def evaluate_reward_model(engine: TrainEngine, batch: Batch) -> dict[str, float]:
-    """Return `loss`, `accuracy` and `margin` over all ranks' pairs; collective."""
-    batch = at_last_token(batch)
+def evaluate_reward_model(
+    engine: TrainEngine, batches: Batch | Iterable[Batch]
+) -> dict[str, float]:
+    """Return `loss`, `accuracy` and `margin`, means over the pairs of all batches and ranks.
+
+    Each pair has the same weight, however the pairs are cut into batches. Collective.
+
+    Args:
+        engine: with `scalar=True`.
+        batches: this rank's share of one batch or of several, such as `OfflineTrainer.chunks`.
+
+    Raises:
+        InvalidInput: there is no pair.
+    """
+    return mean_over_pairs(_sums(engine, at_last_token(batch)) for batch in as_batches(batches))
+
+
+def _sums(engine: TrainEngine, batch: Batch) -> dict[str, float]:
     loss, sums = _loss(engine.forward(batch, _HEAD), torch.empty(0), batch)
-    total = engine.reduce_stats({**sums, "loss": loss, "pairs": float(count_pairs(batch))})
-    return {name: total[name] / max(total["pairs"], 1.0) for name in ("loss", *sums)}
+    return engine.reduce_stats({"loss": loss, **sums, "pairs": float(count_pairs(batch))})
 
 
 def score(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> list[float]:

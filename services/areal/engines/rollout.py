@@ -164,6 +164,10 @@ class RemoteSGLangEngine:
     ) -> float:  # fmt: skip
         """Returns the policy's mean reward on held-out rows, and records it in the run folder.
 
+        Every row has the same weight. A row that the workflow rejects counts as 0. A row without a
+        result (its reward function raised, its servers failed) is not in the mean: trainer.json,
+        the log and the summary say how many there are, and why.
+
         The answers are written to evaluations/NAME-vVERSION.jsonl in the run folder. If the current
         step already has a result named `name`, the call returns that result without a new
         evaluation. After a resume, until the first step ends, the call also returns a result

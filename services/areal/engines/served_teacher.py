@@ -13,6 +13,8 @@ memory, on GPUs of its own. Student and teacher have one vocabulary.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -139,16 +141,23 @@ class ServedTeacher:
     def _read(self, answer: bytes, count: int, k: int) -> Tensor:
         """The last `count` positions of `input_top_logprobs`, [count, k, 2]."""
         try:
-            entries = orjson.loads(answer)["meta_info"]["input_top_logprobs"][-count:]
+            entries = json.loads(answer)["meta_info"]["input_top_logprobs"][-count:]
             found = torch.tensor(
-                [[(float(p), int(token)) for p, token, *_ in entry] for entry in entries],
+                [[(_logprob(p), int(token)) for p, token, *_ in entry] for entry in entries],
                 dtype=torch.float64,  # exact for ids, too
             )
             if found.shape != (count, k, 2):
                 raise ValueError(f"shape {list(found.shape)}, expected {[count, k, 2]}")
+            if not bool((found[..., 0] < torch.inf).all()):  # false for NaN, too
+                raise ValueError("a logprob is not a number")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise Unavailable(f"teacher {self.url}: /generate: {error!r:.200}") from None
         return found
+
+
+def _logprob(value: float | None) -> float:
+    """A logprob; JSON has no -inf, so servers that do not write -Infinity write null."""
+    return -math.inf if value is None else float(value)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -10,7 +10,8 @@ from areal.algorithms import packing
 from areal.algorithms.losses import LossResult, sft_loss
 from areal.algorithms.packing import Batch
 from areal.engines.fsdp import FSDPEngine
-from areal.engines.train_api import TrainEngine
+from areal.engines.train_api import TrainEngine, as_batches
+from areal.errors import InvalidInput
 
 
 def _loss(logprobs: Tensor, entropies: Tensor, batch: Batch) -> LossResult:
@@ -31,11 +32,26 @@ def train_lm(engine: TrainEngine, batch: Batch) -> dict[str, float]:
     return engine.train_batch(batch, _loss)
 
 
-def evaluate_lm(engine: TrainEngine, batch: Batch) -> float:
-    """Return the mean negative log-likelihood of the loss tokens of all ranks; collective."""
-    loss, _ = sft_loss(engine.forward(batch), batch["loss_mask"])
-    sums = engine.reduce_stats({"loss": loss, "tokens": batch["loss_mask"].sum()})
-    return sums["loss"] / max(sums["tokens"], 1.0)
+def evaluate_lm(engine: TrainEngine, batches: Batch | Iterable[Batch]) -> float:
+    """Return the mean negative log-likelihood of the loss tokens of all batches and ranks.
+
+    Each token has the same weight, however the rows are cut into batches. Collective.
+
+    Args:
+        engine: any.
+        batches: this rank's share of one batch or of several, such as `OfflineTrainer.chunks`.
+
+    Raises:
+        InvalidInput: there is no loss token.
+    """
+    loss = tokens = 0.0
+    for batch in as_batches(batches):
+        summed, _ = sft_loss(engine.forward(batch), batch["loss_mask"])
+        sums = engine.reduce_stats({"loss": summed, "tokens": batch["loss_mask"].sum()})
+        loss, tokens = loss + sums["loss"], tokens + sums["tokens"]
+    if not tokens:
+        raise InvalidInput("evaluate_lm(batches): expected rows with loss tokens, got none")
+    return loss / tokens
 
 
 def pack_examples(examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,11 @@ See `areal.algorithms.losses` for what the sum and the statistics mean."""
 
 LossWeightFn = Callable[["Batch"], int]
 """Micro-batch -> what its loss sum counts for in the divisor: the number of its loss tokens."""
+
+
+def as_batches(batches: Batch | Iterable[Batch]) -> Iterable[Batch]:
+    """Returns the batches of an argument that may be a single one."""
+    return [batches] if isinstance(batches, dict) else batches
 
 
 class TrainEngine(abc.ABC):

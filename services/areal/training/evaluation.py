@@ -6,10 +6,17 @@
 
 Tasks are submitted as far as the ledger has room. Each result is read as soon as it exists and may
 then be released, so an evaluation can be larger than the ledger.
+
+| end of a row's task                        | in the mean                           |
+|--------------------------------------------|---------------------------------------|
+| delivered                                  | the mean reward of its answers        |
+| rejected: the workflow made no trajectory  | 0                                     |
+| dead-lettered, expired or cancelled        | left out; counted as failed and named |
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
@@ -18,15 +25,18 @@ from typing import Any
 import orjson
 
 from areal import errors
+from areal.chassis.logging import get_logger
 from areal.clients.buffer.tasks import MAX_TASKS_PER_CALL
 from areal.protocol.leases import TaskRecord
 from areal.training.ledger import POLL_S
 from areal.training.metric_names import evaluation_names
-from areal.training.run_files import EVALUATIONS, MEASURED_AT, write_atomically
+from areal.training.run_files import EVALUATIONS, MEASURED_AT, over_rows, write_atomically
 from areal.training.session import TrainerSession
 from areal.training.status import Evaluation
 from areal.training.submission import Submission
 from areal.types import Purpose, Task, TaskState, WorkflowSpec
+
+_CAUSE_LENGTH = 500
 
 
 def recorded(session: TrainerSession, name: str, version: int | None) -> float | None:
@@ -46,19 +56,26 @@ def recorded(session: TrainerSession, name: str, version: int | None) -> float |
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean reward over all answers; for its error, every row has the same weight."""
+    """A mean reward in which every row has the same weight, and how many rows it leaves out."""
 
     mean: float
     stderr: float
     """Standard error over rows; 0 for one row."""
     rows: int
+    """Rows in the mean."""
+    failed: int = 0
+    """Rows without a result, which are not in the mean."""
+    rejected: int = 0
+    """Rows in the mean that count as 0, because the workflow made no trajectory."""
+    cause: str = ""
+    """The most frequent cause of failed rows, one line."""
 
 
 def record(session: TrainerSession, name: str, figure: Figure) -> float:
     """Keeps a figure and its step; returns its mean."""
     mean = figure.mean
     steps = dict(session.result(MEASURED_AT) or {})
-    session.record(name, mean, evaluation_names(name, mean, figure.stderr))
+    session.record(name, mean, evaluation_names(name, mean, figure.stderr, figure.failed))
     session.record(MEASURED_AT, {**steps, name: session.step})
     known = [
         each
@@ -67,7 +84,11 @@ def record(session: TrainerSession, name: str, figure: Figure) -> float:
     ]
     entry = {"name": name, "step": session.step, **asdict(figure)}
     session.record(EVALUATIONS, [*known, entry])
-    session.status.evaluated(Evaluation(name, session.step, mean))
+    session.status.evaluated(Evaluation(name, session.step, mean, figure.rows, figure.failed))
+    if figure.failed and session.rank == 0:
+        get_logger("areal.training.evaluation").warning(
+            "evaluation_is_incomplete", name=name, over=over_rows(entry), cause=figure.cause
+        )
     return mean
 
 
@@ -118,9 +139,10 @@ def measure(session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s
     """Submits the tasks and waits for the end of all; keeps the answers in the run folder.
 
     They are in `evaluations/NAME-vVERSION.jsonl`, a line for each row: its task, data, and answers.
+    A row without answers has `rejected` or `failed` instead, with the cause.
 
     Raises:
-        WorkflowError: No task had a result, or too many failed with errors of the recipe.
+        WorkflowError: No task had a result.
         WaitTimeout: Some have not ended within `timeout_s`, or found no room.
     """
     measurement = Measurement(session, tasks, name, timeout_s)
@@ -146,8 +168,7 @@ class Measurement:
         self._count = len(tasks)
         self._submission = Submission(session, tasks, self._what, timeout_s)
         self._waiting: dict[str, Task] = {}
-        self._answers: list[dict[str, Any]] = []
-        self._reasons: list[str] = []
+        self._lines: list[dict[str, Any]] = []
 
     def proceed(self) -> str:
         """Submits tasks while there is room, reads results, or waits a while for some.
@@ -168,18 +189,25 @@ class Measurement:
         return "refused" if submission.refused else "waiting"
 
     def finish(self) -> Figure:
-        """Returns the figure over all trajectories; the answers are on disk then."""
-        if not self._answers:
+        """Returns the figure over all rows; the answers are on disk then."""
+        causes = Counter(each["failed"] for each in self._lines if "failed" in each)
+        failed = causes.total()
+        means = [
+            fmean(one["reward"] for one in each["answers"]) if each["answers"] else 0.0
+            for each in self._lines
+            if "failed" not in each
+        ]
+        if not means:
             raise errors.WorkflowError(
                 f"{self._what}: none of {self._count} rows was delivered; "
-                f"first cause: {self._reasons[0] if self._reasons else 'unknown'}"
+                f"first cause: {next(iter(causes), 'unknown')}"
             )
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._file, b"".join(orjson.dumps(a) + b"\n" for a in self._answers))
-        rewards = [[one["reward"] for one in each["answers"]] for each in self._answers]
-        means = [fmean(each) for each in rewards]
+        write_atomically(self._file, b"".join(orjson.dumps(line) + b"\n" for line in self._lines))
         error = stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0
-        return Figure(fmean(r for each in rewards for r in each), error, len(means))
+        rejected = sum("rejected" in each for each in self._lines)
+        cause = causes.most_common(1)[0][0] if failed else ""
+        return Figure(fmean(means), error, len(means), failed, rejected, cause)
 
     def _collect(self) -> None:
         session, unsent = self._session, self._submission.unsent
@@ -204,12 +232,17 @@ class Measurement:
         if record.state is TaskState.DELIVERED and record.group is None:
             self._submission.unsent[task.task_id] = task  # released, after an earlier life read it
             return
-        self._reasons.append(record.reason)
+        # As rewards get it: files of images would not fit into a line.
+        data = {name: value for name, value in task.data.items() if name != "images"}
+        line = {"task_id": task.task_id, "data": data, "answers": []}
+        self._lines.append(line)
         if record.group is not None:
-            answers = [
+            line["answers"] = [
                 {"reward": t.reward, "finish_reason": t.finish_reason, "text": t.completion_text}
                 for t in record.group.trajectories
             ]
-            # As rewards get it: files of images would not fit into a line.
-            data = {name: value for name, value in task.data.items() if name != "images"}
-            self._answers.append({"task_id": task.task_id, "data": data, "answers": answers})
+            return
+        # A workflow rejects what the model wrote: left out, such rows would raise the mean.
+        kind = "rejected" if record.state is TaskState.REJECTED else "failed"
+        reason = record.reason or record.state.value
+        line[kind] = " ".join(reason.split())[:_CAUSE_LENGTH]

@@ -259,8 +259,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         _time("checkpoint", "copying the state, in a step that saves a checkpoint"),
     ),
     "Evaluations": (
-        Metric("eval/NAME/mean", "", "mean reward of all answers in an evaluation"),
+        Metric("eval/NAME/mean", "", "mean reward in an evaluation, over rows"),
         Metric("eval/NAME/stderr", "", "standard error of `eval/NAME/mean`, over rows"),
+        Metric("eval/NAME/failed", "rows", "rows without a result, which the mean leaves out"),
     ),
 }
 """By section of docs/metrics.md. Only trackers get the last section: metrics.jsonl has steps."""
@@ -279,6 +280,9 @@ def named(row: Mapping[str, Any]) -> dict[str, Any]:
     return {NAMES.get(key, key): value for key, value in row.items()}
 
 
-def evaluation_names(name: str, mean: float, stderr: float) -> dict[str, float]:
+def evaluation_names(
+    name: str, mean: float, stderr: float, failed: float = 0.0
+) -> dict[str, float]:
     """Returns the metrics of one evaluation, as trackers have them."""
-    return {f"eval/{name}/mean": mean, f"eval/{name}/stderr": stderr}
+    figures = {"mean": mean, "stderr": stderr, "failed": failed}
+    return {f"eval/{name}/{figure}": value for figure, value in figures.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,30 @@ MEASURED_AT = "measured_at_step"
 """The result that tells of each evaluation, by name, which step's policy it measured."""
 
 EVALUATIONS = "evaluations"
-"""The result that lists every evaluation of the run: name, step, mean."""
+"""The result that lists every evaluation of the run: name, step, and its figure."""
 
 
 def best_step(evaluations: Sequence[dict[str, Any]], steps: Sequence[int]) -> int | None:
     """Returns the step with the highest held-out reward, the later of equals; None: unknown."""
     known = [(float(e["mean"]), int(e["step"])) for e in evaluations if e["step"] in steps]
     return max(known)[1] if known else None
+
+
+def over_rows(evaluation: Mapping[str, Any]) -> str:
+    """Returns the rows that a mean is over: `over 12 rows`, or `over 9 of 12 rows` if 3 failed.
+
+    Args:
+        evaluation: An entry of `EVALUATIONS`; "" if it has no number of rows.
+    """
+    rows, failed = int(evaluation.get("rows") or 0), int(evaluation.get("failed") or 0)
+    if not rows:
+        return ""
+    return f"over {rows:,} of {rows + failed:,} rows" if failed else f"over {rows:,} rows"
+
+
+def last_evaluations(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the last entry of `EVALUATIONS` for each name, from the content of trainer.json."""
+    return {str(each["name"]): each for each in results.get(EVALUATIONS) or ()}
 
 
 class RunFiles:
@@ -67,10 +84,12 @@ class RunFiles:
 
     def evaluations(self) -> list[Evaluation]:
         """Returns the last evaluation of each name, in the order of their steps."""
-        steps = self.results.get(MEASURED_AT) or {}
-        known = [
-            Evaluation(name, int(step), float(self.results[name])) for name, step in steps.items()
-        ]
+        steps, entries = self.results.get(MEASURED_AT) or {}, last_evaluations(self.results)
+        known = []
+        for name, step in steps.items():
+            of = entries.get(name, {})
+            counts = int(of.get("rows", 0)), int(of.get("failed", 0))
+            known.append(Evaluation(name, int(step), float(self.results[name]), *counts))
         return sorted(known, key=lambda evaluation: evaluation.step)
 
     def append_row(self, row: dict[str, Any]) -> None:

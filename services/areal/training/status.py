@@ -25,6 +25,10 @@ class Evaluation:
     step: int
     """Finished steps of the policy that was measured."""
     mean_reward: float
+    rows: int = 0
+    """Rows in the mean; 0: unknown."""
+    failed: int = 0
+    """Rows without a result, which are not in the mean."""
 
 
 @dataclass(frozen=True)

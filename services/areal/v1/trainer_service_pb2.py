@@ -25,23 +25,23 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x61real/v1/trainer_service.proto\x12\x08\x61real.v1\x1a\x1egoogle/protobuf/duration.proto\"S\n\x10GetStatusRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x03\x12+\n\x08max_wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"-\n\x07StepRow\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x14\n\x0cmetrics_json\x18\x02 \x01(\t\"=\n\nEvaluation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0bmean_reward\x18\x03 \x01(\x01\"\xe2\x01\n\x11GetStatusResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.areal.v1.TrainerState\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x03 \x01(\x03\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x1f\n\x04rows\x18\x07 \x03(\x0b\x32\x11.areal.v1.StepRow\x12)\n\x0b\x65valuations\x18\x08 \x03(\x0b\x32\x14.areal.v1.Evaluation*\xd0\x01\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_STATE_STARTING\x10\x01\x12\x19\n\x15TRAINER_STATE_WAITING\x10\x02\x12\x1a\n\x16TRAINER_STATE_TRAINING\x10\x03\x12\x18\n\x14TRAINER_STATE_SAVING\x10\x04\x12\x1a\n\x16TRAINER_STATE_FINISHED\x10\x05\x12\x18\n\x14TRAINER_STATE_FAILED\x10\x06\x32V\n\x0eTrainerService\x12\x44\n\tGetStatus\x12\x1a.areal.v1.GetStatusRequest\x1a\x1b.areal.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x61real/v1/trainer_service.proto\x12\x08\x61real.v1\x1a\x1egoogle/protobuf/duration.proto\"S\n\x10GetStatusRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x03\x12+\n\x08max_wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"-\n\x07StepRow\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x14\n\x0cmetrics_json\x18\x02 \x01(\t\"[\n\nEvaluation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0bmean_reward\x18\x03 \x01(\x01\x12\x0c\n\x04rows\x18\x04 \x01(\x03\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x03\"\xe2\x01\n\x11GetStatusResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.areal.v1.TrainerState\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x03 \x01(\x03\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x1f\n\x04rows\x18\x07 \x03(\x0b\x32\x11.areal.v1.StepRow\x12)\n\x0b\x65valuations\x18\x08 \x03(\x0b\x32\x14.areal.v1.Evaluation*\xd0\x01\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_STATE_STARTING\x10\x01\x12\x19\n\x15TRAINER_STATE_WAITING\x10\x02\x12\x1a\n\x16TRAINER_STATE_TRAINING\x10\x03\x12\x18\n\x14TRAINER_STATE_SAVING\x10\x04\x12\x1a\n\x16TRAINER_STATE_FINISHED\x10\x05\x12\x18\n\x14TRAINER_STATE_FAILED\x10\x06\x32V\n\x0eTrainerService\x12\x44\n\tGetStatus\x12\x1a.areal.v1.GetStatusRequest\x1a\x1b.areal.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'areal.v1.trainer_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRAINERSTATE']._serialized_start=501
-  _globals['_TRAINERSTATE']._serialized_end=709
+  _globals['_TRAINERSTATE']._serialized_start=531
+  _globals['_TRAINERSTATE']._serialized_end=739
   _globals['_GETSTATUSREQUEST']._serialized_start=76
   _globals['_GETSTATUSREQUEST']._serialized_end=159
   _globals['_STEPROW']._serialized_start=161
   _globals['_STEPROW']._serialized_end=206
   _globals['_EVALUATION']._serialized_start=208
-  _globals['_EVALUATION']._serialized_end=269
-  _globals['_GETSTATUSRESPONSE']._serialized_start=272
-  _globals['_GETSTATUSRESPONSE']._serialized_end=498
-  _globals['_TRAINERSERVICE']._serialized_start=711
-  _globals['_TRAINERSERVICE']._serialized_end=797
+  _globals['_EVALUATION']._serialized_end=299
+  _globals['_GETSTATUSRESPONSE']._serialized_start=302
+  _globals['_GETSTATUSRESPONSE']._serialized_end=528
+  _globals['_TRAINERSERVICE']._serialized_start=741
+  _globals['_TRAINERSERVICE']._serialized_end=827
 # @@protoc_insertion_point(module_scope)

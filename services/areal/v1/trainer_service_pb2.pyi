@@ -104,20 +104,28 @@ class Evaluation(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     step: _builtins.int
     """Finished steps of the policy that was measured."""
     mean_reward: _builtins.float
+    rows: _builtins.int
+    """Rows in the mean; 0: unknown."""
+    failed: _builtins.int
+    """Rows without a result, which are not in the mean."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         step: _builtins.int = ...,
         mean_reward: _builtins.float = ...,
+        rows: _builtins.int = ...,
+        failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mean_reward", b"mean_reward", "name", b"name", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "mean_reward", b"mean_reward", "name", b"name", "rows", b"rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -178,24 +178,48 @@ def parse_version_dir(name: str) -> tuple[int, int] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a Hugging Face model folder, from its index if it has one.
+    """Returns the safetensors files of a model folder: a single file, or the shards of an index.
+
+    A single file beside an index of shards that are gone is the model: a sharded model was
+    overwritten by a smaller one. If the shards are there, too, transformers reads the single file
+    and SGLang reads the shards, so that trainer and servers might have different weights.
 
     Raises:
-        InvalidInput: There are none, or the index does not map to files of this folder.
+        InvalidInput: There are none, the index does not map to files of this folder, or there are
+            both a single file and all shards of the index.
     """
-    index = folder / _INDEX
+    index, single = folder / _INDEX, folder / SINGLE_FILE
     if not index.is_file():
-        if not (folder / SINGLE_FILE).is_file():
+        if not single.is_file():
             raise InvalidInput(f"{folder}: no {SINGLE_FILE} and no {_INDEX}")
-        return [folder / SINGLE_FILE]
+        return [single]
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = _shards(index)
+    except InvalidInput:
+        if single.is_file():
+            return [single]
+        raise
+    if single.is_file() and shards != [single]:
+        raise InvalidInput(
+            f"{folder}: expected {SINGLE_FILE} or the shards of {_INDEX}, got both: transformers "
+            f"reads the first, SGLang the second; delete {SINGLE_FILE}, or {_INDEX} and its shards"
+        )
+    return shards
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index maps to; raises InvalidInput if one is not there."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
         raise InvalidInput(f"{index}: expected a JSON object with a weight_map") from None
+    if not names:
+        raise InvalidInput(f"{index}: weight_map is empty: expected names of shards")
     for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
+        inside = isinstance(name, str) and Path(name).name == name
+        if not inside or not (index.parent / name).is_file():
             raise InvalidInput(f"{index}: shard {name!r} is not a file of this folder")
-    return [folder / name for name in names]
+    return [index.parent / name for name in names]
 
 
 def read_tensors(file: Path) -> list[WeightTensor]:

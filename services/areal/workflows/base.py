@@ -169,8 +169,8 @@ def make_trajectory(
 
     Raises:
         PromptDrift: A prompt does not begin with the previous prompt and output.
-        WorkflowError: No token was sampled, or the number of rewards is neither 1 nor the number of
-            responses.
+        WorkflowError: No token was sampled, the number of rewards is neither 1 nor the number of
+            responses, or a response without tokens has a reward other than 0.
     """
     turns = [responses] if isinstance(responses, LLMResponse) else list(responses)
     context: list[int] = []
@@ -202,7 +202,8 @@ def assemble_trajectory(
         completion_text: The text that people see.
 
     Raises:
-        WorkflowError: No token was sampled, or the number of rewards is wrong.
+        WorkflowError: No token was sampled, the number of rewards is wrong, or a response without
+            tokens has a reward other than 0.
     """
     if not any(turn.output_tokens for _, turn in turns):
         raise WorkflowError("make_trajectory: no token was sampled")
@@ -224,6 +225,11 @@ def assemble_trajectory(
         versions[start:end] = turn.output_versions
         if len(rewards_of) > 1 and end > start:
             rewards[end - 1] = rewards_of[index]
+        elif len(rewards_of) > 1 and rewards_of[index] != 0.0:
+            raise WorkflowError(
+                f"make_trajectory: reward {rewards_of[index]} of response {index}: it has no token "
+                "that could get the reward: expected 0, or one reward for the trajectory"
+            )
     if len(rewards_of) == 1:
         rewards[np.flatnonzero(loss_mask)[-1]] = rewards_of[0]
     return Trajectory(

@@ -2,7 +2,7 @@
 
 import { Chart } from "./charts.js";
 import { openLetters } from "./letters.js";
-import { decimals, fit, heldOut } from "./scales.js";
+import { decimals, fit, heldOut, overRows } from "./scales.js";
 
 const MEAN_STEPS = 20;
 const LIVE = [["queued", "var(--slate)"], ["running", "var(--blue)"], ["completed", "var(--teal)"], ["batched", "var(--violet)"]];
@@ -231,7 +231,7 @@ function drawSteps({ trainer, run, ledger }) {
   const raw = column(rows, "reward/mean");
   const smooth = movingMean(raw, MEAN_STEPS);
   const measured = Object.entries(heldOut(trainer?.evaluations ?? [])).map(([name, points], i) => (
-    { label: name === "heldout" ? "held out" : name, color: HELD_OUT[i % HELD_OUT.length], points, kind: "marks", width: 1.25, format: (y) => number(y, 3) }));
+    { label: (name === "heldout" ? "held out" : name) + overRows(trainer.evaluations, name), color: HELD_OUT[i % HELD_OUT.length], points, kind: "marks", width: 1.25, format: (y) => number(y, 3) }));
   const [low, high] = fit([...raw, ...measured.flatMap((m) => m.points)].map((p) => p[1]));
   charts.reward.update({
     empty, x: stepAxis,

@@ -40,6 +40,13 @@ export function heldOut(evaluations) {
   return Object.fromEntries(Object.entries(lines).map(([name, line]) => [name, [...line].sort((a, b) => a[0] - b[0])]));
 }
 
+// The rows that the last evaluation of a line is over, " (9 of 12 rows)"; "" if they are unknown.
+export function overRows(evaluations, line) {
+  const last = evaluations.filter(({ name }) => name.replace(/_(before|after)$/, "") === line).pop();
+  if (!last?.rows) return "";
+  return last.failed ? ` (${last.rows} of ${last.rows + last.failed} rows)` : ` (${last.rows} rows)`;
+}
+
 // At most `limit` points, the mean (or the largest) of each bucket: a screen has no more columns.
 export function thin(points, limit, largest = false) {
   if (points.length <= limit) return points;

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal.training.run_files import over_rows
 from areal.types import TaskState
 from areal.weights.servers import ServerState
 from areal_launch.view.output import make_table, pause_words, state_word
@@ -85,6 +86,9 @@ def facts(snapshot: Snapshot) -> dict[str, str]:
         found["loss"] = f"{losses[-1]:.3f} (mean of {WINDOW}: {mean(losses[-WINDOW:]):.3f})"
         if column(rows, "train/accuracy"):
             found["accuracy"] = f"{recent_mean(rows, 'train/accuracy'):.3f}"
+    if snapshot.trainer is not None and (measured := snapshot.trainer.evaluations):
+        last = measured[-1]
+        found["evaluated"] = f"{last['name']} {last['mean_reward']:.3f} {over_rows(last)}".rstrip()
     if ledger is not None:
         speeds = (snapshot.samples_per_s, "samples/s"), (snapshot.tokens_per_s, "tokens/s")
         found["generated"] = ", ".join(f"{count(speed)} {unit}" for speed, unit in speeds)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from areal.training.run_files import last_evaluations, over_rows
 from areal_launch.view.rows import WINDOW, column, moving_mean, read_rows
 from areal_launch.view.summary import read_results
 
@@ -81,18 +82,20 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
 
 def _heldout(axes: Any, results: dict[str, Any], steps: list[int]) -> None:
     """The recipe's evaluations, at the ends of the run."""
-    points = [
-        (position, float(results[name]))
+    found = [
+        (name, (position, float(results[name])))
         for name, position in (("heldout_before", steps[0] - 1), ("heldout_after", steps[-1]))
         if isinstance(results.get(name), int | float)
     ]
-    if not points:
+    if not found:
         return
+    measured, points = last_evaluations(results), [point for _, point in found]
     x, y = zip(*points, strict=True)
     axes.plot(x, y, color=_HELDOUT, linewidth=1.2, linestyle=(0, (4, 3)), alpha=0.7)
     axes.scatter(x, y, color=_HELDOUT, s=46, zorder=5, label="held-out", edgecolor="white")
-    for point in points:
-        _label(axes, point, f"{point[1]:.2f}", _HELDOUT, offset=(0, -15), ha="center")
+    for name, point in found:
+        text = f"{point[1]:.2f} {over_rows(measured.get(name, {}))}".rstrip()
+        _label(axes, point, text, _HELDOUT, offset=(0, -15), ha="center")
 
 
 def _label(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal.training.run_files import EVALUATIONS
+from areal.training.run_files import EVALUATIONS, last_evaluations, over_rows
 from areal.types import TaskState
 from areal_launch.view.output import pause_words, state_word
 from areal_launch.view.poller import Snapshot
@@ -191,17 +191,22 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines += _series(summary.get(EVALUATIONS) or ())
     else:
         lines += [
-            (each["name"], f"{each['mean']:.3f} ± {each['stderr']:.3f} over {each['rows']:,} rows")
+            (each["name"], f"{each['mean']:.3f} ± {each['stderr']:.3f} {over_rows(each)}")
             for each in summary.get(EVALUATIONS) or ()
         ]
-    known = summary["heldout_before"], summary["heldout_after"]
-    if trained and any(each is not None for each in known):
-        lines.append(
-            (
-                "held-out",
-                f"{number(summary['heldout_before'])} → {number(summary['heldout_after'])}",
-            )
-        )
+    measured = last_evaluations(summary)
+    if trained and (summary["heldout_before"], summary["heldout_after"]) != (None, None):
+        ends = [
+            f"{number(summary[name])} {over_rows(measured.get(name, {}))}".rstrip()
+            for name in ("heldout_before", "heldout_after")
+        ]
+        lines.append(("held-out", " → ".join(ends)))
+    for name, each in measured.items():
+        if each.get("failed"):
+            why = f"{name}: {each['failed']:,} rows failed and are not in the mean: {each['cause']}"
+            lines.append(("incomplete", why))
+        if zeros := each.get("rejected"):
+            lines.append(("rejected", f"{name}: {zeros:,} rows without a trajectory count as 0"))
     lines += [
         (
             "time",

@@ -90,3 +90,17 @@ def test_held_out_when_measured_several_times_then_a_line_for_each_set():
         "heldout": [[0, 0.1], [40, 0.8]],
         "gsm8k": [[10, 0.25], [20, 0.3]],
     }
+
+
+def test_over_rows_when_the_last_of_a_line_is_incomplete_then_says_of_how_many():
+    told = json.dumps(
+        [
+            {"name": "heldout_before", "rows": 12, "failed": 0},
+            {"name": "heldout_after", "rows": 9, "failed": 3},
+            {"name": "gsm8k", "rows": 12, "failed": 0},
+            {"name": "older"},
+        ]
+    )
+    assert run(f"overRows({told}, 'heldout')") == " (9 of 12 rows)"
+    assert run(f"overRows({told}, 'gsm8k')") == " (12 rows)"
+    assert run(f"overRows({told}, 'older')") == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,12 +25,15 @@ _TOKENIZER_FILES = (
     "preprocessor_config.json",
 )
 _SHARD_BYTES = 4 << 30
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def write_directory(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], hf: Any, source: Path
 ) -> None:
     """Write a Hugging Face directory: weights, config, generation config, tokenizer files.
+
+    Weights of an earlier model in the directory are removed.
 
     Args:
         directory: created if missing.
@@ -75,6 +79,7 @@ def write_directory(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    _remove_others(directory, set(weight_map.values()))
     config = hf.config.to_dict()
     config["architectures"] = [type(hf).__name__]
     if dtype is not None:
@@ -85,3 +90,12 @@ def write_directory(
     for name in _TOKENIZER_FILES:
         if (source / name).is_file() and source.resolve() != directory.resolve():
             shutil.copyfile(source / name, directory / name)
+
+
+def _remove_others(directory: Path, written: set[str]) -> None:
+    """Remove the weights of an earlier model: readers would disagree on which one it is."""
+    if len(written) == 1:
+        (directory / _INDEX).unlink(missing_ok=True)
+    for file in directory.glob("model*.safetensors"):
+        if _WEIGHTS.fullmatch(file.name) and file.name not in written:
+            file.unlink()

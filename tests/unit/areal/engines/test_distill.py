@@ -90,6 +90,28 @@ def test_rest_when_the_ids_are_nearly_certain_then_finite() -> None:
     assert bool(torch.isfinite(sure.grad).all())
 
 
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_kl_when_the_teacher_rules_ids_out_then_they_are_of_the_rest(direction, kept) -> None:
+    g = torch.Generator().manual_seed(kept)
+    logits = torch.randn(6, generator=g, dtype=torch.float64).requires_grad_()
+    teacher = torch.tensor([0.5, 0.3, 0.1], dtype=torch.float64).log()
+    teacher[kept:] = -torch.inf
+    found = top_k_kl(logits.log_softmax(-1)[:3], teacher, direction)
+    found.backward()
+    short = top_k_kl(logits.detach().log_softmax(-1)[:kept], teacher[:kept], direction)
+    assert float(found) == pytest.approx(float(short), rel=1e-12)
+    assert bool(torch.isfinite(logits.grad).all())
+    q, p = (
+        [*each, max(1 - sum(each), 1e-6)]
+        for each in (logits.detach().softmax(-1)[:kept].tolist(), teacher[:kept].exp().tolist())
+    )
+    if direction == "reverse":
+        q, p = p, q
+    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    assert float(found) == pytest.approx(expected, rel=1e-9)
+
+
 def engine_of(path: Path, lr: float) -> FSDPEngine:
     optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
     engine = FSDPEngine(TrainEngineConfig(path=str(path), optimizer=optimizer))

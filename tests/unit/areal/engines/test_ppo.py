@@ -6,6 +6,7 @@ import torch
 from tests.unit.areal.engines.train_fixtures import assert_gradients_close, gradients, make_batch
 
 from areal.algorithms import packing
+from areal.config.presets import PRESETS
 from areal.config.training import MicroBatchSpec, OptimizerConfig, PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
@@ -216,6 +217,43 @@ def test_ppo_update_when_m2po_then_tokens_are_chosen_over_the_batch_not_the_micr
         found.append((stats["loss"], stats["behavior_weight_capped_ratio"]))
     assert 0.0 < found[0][1] < 1.0
     assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_ppo_update_when_m2po_then_equals_the_objective_of_its_note(make_actor, minibatches):
+    # From one minibatch to the next the policy moves further than a clip would allow.
+    optimizer = OptimizerConfig(lr=3e-2, warmup_steps_proportion=0.0)
+    actor = make_actor(
+        dtype="float64",
+        optimizer=optimizer,
+        ppo_n_minibatches=minibatches,
+        **PRESETS["m2po"].actor,
+    )
+    batch = make_batch(groups=6)
+    actor.compute_advantages(batch)
+    parts = [batch]
+    if minibatches > 1:
+        batch["proximal_logprobs"] = actor.compute_logprobs(batch)
+        split = packing.split_minibatches(batch, minibatches)
+        parts = [packing.select(batch, indices) for indices in split]
+    moved = 0.0
+    for part in parts:
+        policy, mask = actor.compute_logprobs(part), part["loss_mask"]
+        # The authors' page: M (pi / pi_behavior) A, where M leaves the largest squares out.
+        change = (policy - part["behavior_logprobs"])[mask].tolist()
+        kept = sorted(range(len(change)), key=lambda i: change[i] ** 2)
+        while kept and sum(change[i] ** 2 for i in kept) / len(kept) >= 0.04:
+            kept.pop()
+        gains = part["advantages"][mask].tolist()
+        expected = -sum(math.exp(change[i]) * gains[i] for i in kept) / len(change)
+        assert 0 < len(kept) < len(change)
+        if "proximal_logprobs" in part:
+            moved = max(moved, float((policy - part["proximal_logprobs"])[mask].abs().max()))
+        stats = actor.take_step(part if minibatches > 1 else {**part, "proximal_logprobs": policy})
+        assert stats["loss"] == pytest.approx(expected, rel=1e-9)
+        assert stats["clip_ratio"] == 0.0
+        assert stats["behavior_weight_capped_ratio"] == pytest.approx(1 - len(kept) / len(change))
+    assert minibatches == 1 or moved > 0.2
 
 
 def test_ppo_update_when_kl_is_in_the_loss_then_needs_the_reference_and_reports_it(make_actor):

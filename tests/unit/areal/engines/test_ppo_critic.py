@@ -13,6 +13,7 @@ from areal.config.training import (
     PPOActorConfig,
 )
 from areal.engines.fsdp import FSDPEngine
+from areal.engines.model.heads import ScalarHead
 from areal.engines.ppo import PPOActor
 from areal.engines.ppo_value import PPOCritic
 from areal.errors import InvalidInput
@@ -80,6 +81,55 @@ def test_values_when_turns_have_tool_tokens_between_then_sampled_tokens_alone_ha
         assert sequence["advantages"][inside].tolist() == pytest.approx(gains, abs=1e-5)
         returns = [gain + value for gain, value in zip(gains, v, strict=True)]
         assert sequence["returns"][inside].tolist() == pytest.approx(returns, abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"mb_spec": MicroBatchSpec(max_tokens_per_mb=40)}])
+def test_advantages_when_answers_were_cut_off_then_the_value_after_them_counts(make, options):
+    actor, critic = make(gae_lambda=0.9, **options)
+    give_head(critic)
+    batch = make_batch(0)
+    plain = critic.compute_values(batch)
+    assert "bootstrap_values" not in batch
+    batch["truncated"] = torch.arange(len(batch["cu_seqlens"]) - 1) % 2 == 0
+    batch["values"] = critic.compute_values(batch)
+    assert torch.equal(batch["values"], plain)
+    actor.compute_advantages(batch)
+    for index, sequence in enumerate(packing.unpack(batch)):
+        # The value of what the answer came to: that of one more token after it.
+        longer = packing.pack(
+            [
+                {
+                    "input_ids": [*sequence["input_ids"].tolist(), 65],
+                    "loss_mask": [False] * len(sequence["input_ids"]) + [True],
+                }
+            ]
+        )
+        after = float(critic.engine.forward(longer, ScalarHead())[-1]) if index % 2 == 0 else 0.0
+        assert float(batch["bootstrap_values"][index]) == pytest.approx(after, abs=1e-5)
+        inside = sequence["loss_mask"]
+        v, total, gains = sequence["values"].double()[inside].tolist(), 0.0, []
+        rewards = [0.0] * (len(v) - 1) + [float(sequence["rewards"].sum())]
+        for t in reversed(range(len(v))):
+            following = v[t + 1] if t + 1 < len(v) else after
+            total = rewards[t] + following - v[t] + 0.9 * total
+            gains.insert(0, total)
+        assert sequence["advantages"][inside].tolist() == pytest.approx(gains, abs=1e-5)
+    critic.ppo_update(batch)
+    batch["truncated"][:] = False
+    critic.compute_values(batch)
+    assert not batch["bootstrap_values"].any()
+
+
+def test_values_when_a_prompt_has_one_token_and_the_answer_is_cut_off_then_bootstrapped(make):
+    _, critic = make()
+    give_head(critic)
+    rows = [
+        {"input_ids": [65, 66], "loss_mask": [False, True]},
+        {"input_ids": [65], "loss_mask": [False]},
+    ]
+    batch = {**packing.pack(rows), "truncated": torch.tensor([True, True])}
+    assert critic.compute_values(batch)[1] != 0.0
+    assert (batch["bootstrap_values"] != 0.0).tolist() == [True, False]
 
 
 def test_update_when_reported_then_says_how_much_of_the_returns_values_foresaw(make):

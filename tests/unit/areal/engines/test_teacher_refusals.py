@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tests.ports import free_port
@@ -9,7 +11,7 @@ from tests.ports import free_port
 from areal.algorithms import packing
 from areal.engines.model.heads import LogprobHead, TopLogprobHead
 from areal.engines.served_teacher import ServedTeacher
-from areal.errors import InvalidInput, WaitTimeout
+from areal.errors import InvalidInput, Unavailable, WaitTimeout
 
 
 def batch_of(*sequences: list[int], sampled: int) -> packing.Batch:
@@ -45,3 +47,21 @@ def test_read_when_nothing_is_to_be_learned_then_no_one_is_asked():
 
 def test_repr_when_there_is_a_key_then_it_is_not_in_it():
     assert "secret" not in repr(ServedTeacher("http://x", api_key="secret"))
+
+
+@pytest.mark.parametrize("never", ["null", "-Infinity"])
+def test_read_when_the_server_rules_an_id_out_then_its_logprob_is_minus_infinity(never):
+    answer = '{"meta_info": {"input_top_logprobs": [null, [[-0.5, 7], [NEVER, 3]]]}}'.replace(
+        "NEVER", never
+    )
+    found = ServedTeacher("http://x")._read(answer.encode(), 1, 2)
+    assert found.tolist() == [[[-0.5, 7.0], [-math.inf, 3.0]]]
+
+
+@pytest.mark.parametrize("wrong", ["NaN", "Infinity", '"x"', "[]"])
+def test_read_when_a_logprob_is_no_number_then_refused(wrong):
+    answer = '{"meta_info": {"input_top_logprobs": [[[-0.5, 7], [WRONG, 3]]]}}'.replace(
+        "WRONG", wrong
+    )
+    with pytest.raises(Unavailable, match="/generate"):
+        ServedTeacher("http://x")._read(answer.encode(), 1, 2)

@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal.errors import WorkflowError
 from areal.types import LLMResponse, StopReason
@@ -66,3 +68,30 @@ def test_trajectory_when_the_last_turn_is_empty_then_reward_is_on_a_sampled_toke
 def test_trajectory_when_turns_do_not_fit_then_says_which(responses, reward, message):
     with pytest.raises(WorkflowError, match=message):
         make_trajectory(responses, reward)
+
+
+@pytest.mark.parametrize("reward", [1.0, -0.5, 1e-9])
+def test_trajectory_when_a_response_without_tokens_has_a_reward_then_refused(reward):
+    turns = [response([1], [2]), response([1, 2, 3], [])]
+    said = rf"reward {reward} of response 1: it has no token"
+    with pytest.raises(WorkflowError, match=said):
+        make_trajectory(turns, [1.0, reward])
+    assert make_trajectory(turns, [1.0, 0.0]).rewards.tolist() == [0.0, 1.0, 0.0]
+    assert make_trajectory(turns, reward).reward == pytest.approx(reward)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, -2.0])), min_size=1))
+def test_trajectory_when_made_of_any_responses_then_no_reward_is_lost(turns):
+    context: list[int] = []
+    responses = []
+    for tokens, _ in turns:
+        prompt, output = [*context, 9], [7] * tokens
+        responses.append(response(prompt, output))
+        context = [*prompt, *output]
+    rewards = [reward for _, reward in turns]
+    try:
+        made = make_trajectory(responses, rewards)
+    except WorkflowError:
+        assert not any(n for n, _ in turns) or any(r and not n for n, r in turns) or len(turns) == 1
+        return
+    assert float(made.rewards.sum()) == sum(rewards)
