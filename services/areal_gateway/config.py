@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from areal.config.experiment import GRPOConfig
+from areal.config.learning_rules import of_config
 from areal.config.services import EndpointsConfig
 
 
@@ -50,5 +51,6 @@ class GatewayConfig:
                 "n_samples": experiment.gconfig.n_samples,
                 "max_head_offpolicyness": experiment.rollout.max_head_offpolicyness,
                 "max_concurrent_rollouts": experiment.rollout.max_concurrent_rollouts,
+                "findings": [finding.as_dict() for finding in of_config(experiment)],
             },
         )

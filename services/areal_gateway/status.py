@@ -27,6 +27,7 @@ from typing import Any
 import orjson
 
 from areal.chassis.waits import Wait
+from areal.config.learning_rules import of_rows
 
 SOURCES = ("ledger", "servers", "trainer")
 _VALUES = (*SOURCES, "versions")
@@ -67,6 +68,7 @@ class RunStatus:
         }
         self._rows: list[dict[str, Any]] = []
         self._max_rows = max_rows
+        self._findings: list[dict[str, str]] = []
         self._samples: deque[dict[str, Any]] = deque(maxlen=history)
         self._generation = 0
         self._sequence = 0
@@ -100,7 +102,7 @@ class RunStatus:
         if len(self._rows) > self._max_rows:
             del self._rows[: len(self._rows) - self._max_rows]
         if rows:
-            self._wake()
+            self._rows_changed()
 
     def rewind(self, step: int) -> None:
         """Drops the rows after `step`, from which a trainer has resumed."""
@@ -108,7 +110,7 @@ class RunStatus:
         if at < len(self._rows):
             del self._rows[at:]
             self._generation += 1
-            self._wake()
+            self._rows_changed()
 
     def tick(self) -> None:
         """Takes the sample of this second and lets subscribers see the newest state."""
@@ -139,6 +141,7 @@ class RunStatus:
             "versions": self._values["versions"],
             "trainer": trainer,
             "last_step": last,
+            "findings": self._findings,
             "rates": {
                 "samples_per_s": recent.get("samples_per_s"),
                 "tokens_per_s": recent.get("tokens_per_s"),
@@ -195,6 +198,10 @@ class RunStatus:
                 await changed.wait()
 
     # -- inside
+
+    def _rows_changed(self) -> None:
+        self._findings = [finding.as_dict() for finding in of_rows(self._rows)]
+        self._wake()
 
     def _wake(self) -> None:
         self._encoded = None

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_launch.view.rows import WINDOW, column, moving_mean, read_rows
+from areal.config.learning_rules import WINDOW
+from areal_launch.view.rows import column, moving_mean, read_rows
 from areal_launch.view.summary import read_results
 
 _INK = "#1f2430"

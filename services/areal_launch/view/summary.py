@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.config.learning_rules import PAGE, WINDOW, Finding, of_rows
 from areal.training.run_files import EVALUATIONS
 from areal.types import TaskState
 from areal_launch.view.output import pause_words, state_word
 from areal_launch.view.poller import Snapshot
-from areal_launch.view.rows import WINDOW, column, mean
+from areal_launch.view.rows import column, mean
 
 
 def read_results(file: Path) -> dict[str, Any]:
@@ -34,6 +35,7 @@ def build_summary(
     memory_mb: Mapping[str, float],
     restarts: Mapping[str, int],
     cause: str = "",
+    findings: Sequence[Finding] = (),
 ) -> dict[str, Any]:
     """Puts the summary together; what is unknown is null, never left out.
 
@@ -47,6 +49,7 @@ def build_summary(
         memory_mb: Peak resident memory by process, and "total" at one instant.
         restarts: By process; those above 0 are listed.
         cause: Why it failed, if it did.
+        findings: What the configuration says against learning; what the rows say is added.
     """
     rewards = column(rows, "reward/mean")
     ledger, sync = snapshot.ledger, snapshot.sync
@@ -64,6 +67,9 @@ def build_summary(
         "heldout_before": None,
         "heldout_after": None,
         **results,
+        "findings": [
+            each.as_dict() for each in {f.rule: f for f in (*findings, *of_rows(rows))}.values()
+        ],
         "samples": sum(int(row.get("samples", 0)) for row in rows),
         "tokens_generated": ledger.generated_tokens if ledger else None,
         "accounting": accounting,
@@ -178,6 +184,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"{number(summary['heldout_before'])} → {number(summary['heldout_after'])}",
             )
         )
+    findings = summary.get("findings") or ()
+    lines += [("will not learn", f"{each['seen']}; {each['advice']}") for each in findings]
+    if findings:
+        lines.append(("", f"more: {PAGE}"))
     lines += [
         (
             "time",
