@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from areal.config.experiment import GRPOConfig
+from areal.config.learning_rules import of_config
 from areal.protocol.leases import LedgerStats
 from areal.types import TaskState
 from areal.weights.servers import SyncStatus
@@ -184,3 +186,18 @@ def test_continue_when_the_earlier_file_knows_no_invocations_then_it_starts_over
         ]["from_step"]
         == 0
     )
+
+
+def test_summary_when_a_run_cannot_learn_then_a_line_says_so_and_a_healthy_run_has_none() -> None:
+    config = GRPOConfig()
+    config.actor.optimizer.lr = 30.0
+    rows = [row(s, 0.0) | {"rollout/truncated": 0.9} for s in range(1, 46)]
+    summary = summarize(rows=rows, findings=of_config(config))
+    rules = [each["rule"] for each in summary["findings"]]
+    assert rules == ["one_sample_per_group", "learning_rate", "answers_cut_off"]
+    lines = [text for label, text in summary_lines(summary) if label == "will not learn"]
+    assert [" lr 30" in line or ".lr 30" in line for line in lines] == [False, True, False]
+    assert "90% of the last answers are cut off" in lines[2]
+    healthy = summarize()
+    assert healthy["findings"] == []
+    assert not {"will not learn"} & {label for label, _ in summary_lines(healthy)}

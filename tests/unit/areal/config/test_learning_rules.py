@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.config.experiment import GRPOConfig, build_config, cautions
-from areal.config.learning_rules import RULES, of_config, of_rows
+from areal.config.learning_rules import PAGE, RULES, of_config, of_rows
 from areal.config.presets import ALGORITHMS
 
 CURVES = Path(__file__).resolve().parents[4] / "docs" / "learning.jsonl"
@@ -211,3 +211,9 @@ def test_cautions_when_a_learning_rate_cannot_be_right_then_named(
 def test_figures_when_not_finite_then_they_count_as_missing() -> None:
     rows = run(30, **FLAT, **{"rollout/truncated": math.nan, "mismatch/kl": math.inf})
     assert named(rows) == []
+
+
+def test_page_when_generated_then_it_has_each_rule() -> None:
+    page = (CURVES.parents[1] / PAGE).read_text()
+    for rule in RULES:
+        assert f"| `{rule.name}` | {rule.shown_when}. | {rule.advice} |" in page
