@@ -13,11 +13,12 @@ docs/runbooks/reward-does-not-rise.md contains the table.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, pvariance
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -131,8 +132,15 @@ def _halves(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
 
 
 def _error(first: Sequence[float], last: Sequence[float]) -> float:
-    """The standard error of the difference of two means."""
-    return math.sqrt(sum(pvariance(values) / max(1, len(values) - 1) for values in (first, last)))
+    """The standard error of the difference of two means.
+
+    Noise is what neighbors differ by (von Neumann 1941), so a trend within the steps is none.
+    """
+    return math.sqrt(sum(_noise(values) / len(values) for values in (first, last)))
+
+
+def _noise(values: Sequence[float]) -> float:
+    return fmean((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2
 
 
 # -- rules over the configuration ---------------------------------------------------------------

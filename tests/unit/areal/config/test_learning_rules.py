@@ -102,19 +102,25 @@ def test_rows_when_a_run_learns_then_no_line_after_any_step(seed: int, steps: in
         assert named(rows[:upto]) == []
 
 
+LOSSES = ("dpo", "reward-", "gsm8k-sft", "distill")
+"""Recorded runs whose curve is a loss."""
+
+
 def test_rows_when_recorded_runs_are_replayed_then_only_those_that_fell_are_named() -> None:
-    """Each point of a recorded curve is the mean of four steps."""
+    """Controls have shuffled rewards; one run fell to a tenth and recovered."""
+    recovered = set()
     for line in CURVES.read_text().splitlines():
         record = json.loads(line)
-        rows = [
-            {"step": step, "reward/mean": mean}
-            for step, mean in enumerate(record.get("curve", []), 1)
-        ]
+        if record["row"].startswith(LOSSES):
+            continue
+        rows = [{"step": s, "reward/mean": m} for s, m in enumerate(record.get("curve", []), 1)]
         found = {name for upto in range(len(rows) + 1) for name in named(rows[:upto])}
-        if record.get("value", 0) > 0:
-            assert found == set(), record["row"]
+        if not record["row"].endswith("control"):
+            assert named(rows) == [], record["row"]
+            recovered |= {record["row"]} if found else set()
         if record["row"] == "control":
             assert named(rows) == ["reward_collapsed"], record["seed"]
+    assert recovered == {"tool-calculator"}
 
 
 @pytest.mark.parametrize("seed", range(20))
