@@ -374,11 +374,11 @@ class TrainerSession(Ranks):
         from areal.algorithms.packing import assign_groups, cost
 
         self.trace.taking()
-        self.batch_at = called_at()
         costs = [cost(g.lengths, self.pair_cost) for g in taken.groups]
         shares = assign_groups(costs, self._layout.data)
         mine = [taken.groups[i].task_id for i in shares[self.rank // self._layout.per_share]]
         groups = self.ledger.fetch(self.step + 1, mine)
+        self.batch_at = called_at()
         self.batch_tasks, self._batch = mine, groups
         if self._files is not None:
             self._files.append_batch(
