@@ -95,6 +95,17 @@ def of_rows(rows: Sequence[Row]) -> list[Finding]:
     ]
 
 
+def of_run(expected: Sequence[Finding], rows: Sequence[Row]) -> list[Finding]:
+    """Returns what is wrong with a run: what its rows say is right where both could tell.
+
+    Args:
+        expected: From `of_config`.
+        rows: As for `of_rows`.
+    """
+    seen_in_rows = {rule.name for rule in RULES if rule.rows is not None} if rows else set()
+    return [each for each in expected if each.rule not in seen_in_rows] + of_rows(rows)
+
+
 # -- what rows say ------------------------------------------------------------------------------
 
 
@@ -158,10 +169,14 @@ def computes_advantages(config: GRPOConfig) -> bool:
     """
     if config.offline:
         return False
+    return not config.recipe or b"compute_advantages" in _source(config)
+
+
+def _source(config: GRPOConfig) -> bytes:
     try:
-        return not config.recipe or b"compute_advantages" in Path(config.recipe).read_bytes()
+        return Path(config.recipe).read_bytes() if config.recipe else b""
     except OSError:  # whoever loads it says so
-        return False
+        return b""
 
 
 def single_samples(config: GRPOConfig, n_samples: int) -> str:
@@ -176,7 +191,10 @@ def single_samples(config: GRPOConfig, n_samples: int) -> str:
 
 
 def _one_sample(config: GRPOConfig) -> str:
-    return single_samples(config, config.gconfig.n_samples) if computes_advantages(config) else ""
+    """Silent where the recipe chooses the number itself, if only for some workflows."""
+    if not computes_advantages(config) or b"n_samples" in _source(config):
+        return ""
+    return single_samples(config, config.gconfig.n_samples)
 
 
 def _learning_rate(config: GRPOConfig) -> str:

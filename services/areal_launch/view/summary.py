@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal.config.learning_rules import PAGE, WINDOW, Finding, of_rows
+from areal.config.learning_rules import PAGE, WINDOW, Finding, of_run
 from areal.training.run_files import EVALUATIONS
 from areal.types import TaskState
 from areal_launch.view.output import pause_words, state_word
@@ -67,9 +67,7 @@ def build_summary(
         "heldout_before": None,
         "heldout_after": None,
         **results,
-        "findings": [
-            each.as_dict() for each in {f.rule: f for f in (*findings, *of_rows(rows))}.values()
-        ],
+        "findings": [each.as_dict() for each in of_run(findings, rows)],
         "samples": sum(int(row.get("samples", 0)) for row in rows),
         "tokens_generated": ledger.generated_tokens if ledger else None,
         "accounting": accounting,

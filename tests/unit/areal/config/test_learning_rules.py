@@ -190,6 +190,8 @@ def test_cautions_when_the_recipe_computes_no_advantages_then_one_sample_is_fine
     assert of_config(configured("allocation_mode=fsdp:d1")) == []
     recipe.write_text("def main(argv):\n    actor.compute_advantages(batch)\n")
     assert "gconfig.n_samples 1: expected 2" in str(of_config(configured(f"recipe={recipe}"))[0])
+    recipe.write_text(recipe.read_text() + "MINE = dict(n_samples=4)\n")
+    assert of_config(configured(f"recipe={recipe}")) == []
 
 
 @pytest.mark.parametrize(
