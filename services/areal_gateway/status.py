@@ -27,7 +27,7 @@ from typing import Any
 import orjson
 
 from areal.chassis.waits import Wait
-from areal.config.learning_rules import of_rows
+from areal.config.learning_rules import Finding, of_run
 
 SOURCES = ("ledger", "servers", "trainer")
 _VALUES = (*SOURCES, "versions")
@@ -47,6 +47,7 @@ class RunStatus:
         history: int,
         max_rows: int,
         configured: Sequence[str] = SOURCES,
+        expected: Sequence[Finding] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Starts with nothing known.
@@ -56,6 +57,7 @@ class RunStatus:
             history: Samples kept.
             max_rows: Step rows kept.
             configured: Sources that have an address.
+            expected: What the configuration says against learning.
             clock: Unix seconds.
         """
         self._run = run
@@ -68,7 +70,8 @@ class RunStatus:
         }
         self._rows: list[dict[str, Any]] = []
         self._max_rows = max_rows
-        self._findings: list[dict[str, str]] = []
+        self._expected = expected
+        self._findings = of_run(expected, [])
         self._samples: deque[dict[str, Any]] = deque(maxlen=history)
         self._generation = 0
         self._sequence = 0
@@ -141,7 +144,7 @@ class RunStatus:
             "versions": self._values["versions"],
             "trainer": trainer,
             "last_step": last,
-            "findings": self._findings,
+            "findings": [finding.as_dict() for finding in self._findings],
             "rates": {
                 "samples_per_s": recent.get("samples_per_s"),
                 "tokens_per_s": recent.get("tokens_per_s"),
@@ -200,7 +203,7 @@ class RunStatus:
     # -- inside
 
     def _rows_changed(self) -> None:
-        self._findings = [finding.as_dict() for finding in of_rows(self._rows)]
+        self._findings = of_run(self._expected, self._rows)
         self._wake()
 
     def _wake(self) -> None:

@@ -132,7 +132,7 @@ function drawHeader({ run, trainer, sources, ledger, findings, eta_s: eta }) {
   bar.setAttribute("aria-valuenow", step);
   bar.setAttribute("aria-valuemax", total);
   document.title = trainer ? `${step}/${total} · ${run.experiment} · AReaL` : `${run.experiment} · AReaL`;
-  drawBanner(sources, trainer, gone, ledger, [...(run.findings ?? []), ...findings]);
+  drawBanner(sources, trainer, gone, ledger, findings);
 }
 
 function drawBanner(sources, trainer, gone, ledger, findings) {
