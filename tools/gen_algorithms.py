@@ -231,7 +231,8 @@ equal size n, it also does no more than that: RLOO's advantage is Dr. GRPO's tim
 With `rollout.dynamic_sampling`, the rollout worker rejects a training group if all its samples have
 the same reward. The ledger counts the task as rejected, and the trainer submits another row to
 replace it. The metric `areal_rollout_episodes_total{outcome="equal_rewards"}` counts rejected
-groups. The overlong penalty does not affect the rejection, because the trainer applies it later.
+groups. A group of one sample is rejected too if `actor.reward_norm` compares the samples of a
+group. The overlong penalty does not affect the rejection, because the trainer applies it later.
 """
 
 

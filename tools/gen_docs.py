@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import gen_algorithms
 import gen_api
+import gen_learning_rules
 import gen_metrics
 import gen_migration
 from areal.config.experiment import GRPOConfig
@@ -107,7 +108,8 @@ def tables(cls: type, prefix: str = "") -> Iterator[str]:
 def main() -> int:
     """Writes the pages."""
     TARGET.write_text("\n\n".join([HEAD.rstrip(), "## top level", *tables(GRPOConfig)]) + "\n")
-    return gen_api.main() or gen_migration.main() or gen_algorithms.main() or gen_metrics.main()
+    pages = (gen_api, gen_migration, gen_algorithms, gen_metrics, gen_learning_rules)
+    return max(page.main() for page in pages)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 from areal.config.experiment import BaseExperimentConfig
@@ -154,3 +154,16 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
             f"recipe {module.__file__}: no function {name!r}{nearest(name, functions)}"
         )
     return cast("Callable[..., Any]", value)
+
+
+def called_at() -> str:
+    """Returns the line of a recipe that the caller was called from, as `FILE:LINE`.
+
+    If no recipe is on the stack, the result is "a caller outside a recipe".
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _ATTRIBUTE in frame.f_globals:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a caller outside a recipe"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from areal.config.experiment import GRPOConfig
+from areal.config.learning_rules import Finding, of_config
 from areal.config.services import EndpointsConfig
 
 
@@ -17,6 +18,8 @@ class GatewayConfig:
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     facts: Mapping[str, object] = field(default_factory=dict)
     """What does not change in a run, as the page shows it."""
+    findings: Sequence[Finding] = ()
+    """What the configuration says against learning."""
     interval_s: float = 1.0
     """Between two looks at the ledger and the servers, and between two status events."""
     trainer_wait_s: float = 10.0
@@ -39,6 +42,7 @@ class GatewayConfig:
         """Reads what the page shows, and where the other services are."""
         return cls(
             namespace=experiment.namespace,
+            findings=of_config(experiment),
             endpoints=experiment.endpoints,
             generation_s=experiment.rollout.request_timeout_s,
             facts={

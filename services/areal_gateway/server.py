@@ -41,6 +41,7 @@ class GatewayServer(Server):
             config.facts,
             history=config.history,
             max_rows=config.max_rows,
+            expected=config.findings,
             configured=[name for name, client in asked.items() if client is not None],
         )
         context.waits.watch(self._run.waits)

@@ -27,6 +27,7 @@ from typing import Any
 import orjson
 
 from areal.chassis.waits import Wait
+from areal.config.learning_rules import Finding, of_run
 
 SOURCES = ("ledger", "servers", "trainer")
 _VALUES = (*SOURCES, "versions")
@@ -46,6 +47,7 @@ class RunStatus:
         history: int,
         max_rows: int,
         configured: Sequence[str] = SOURCES,
+        expected: Sequence[Finding] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Starts with nothing known.
@@ -55,6 +57,7 @@ class RunStatus:
             history: Samples kept.
             max_rows: Step rows kept.
             configured: Sources that have an address.
+            expected: What the configuration says against learning.
             clock: Unix seconds.
         """
         self._run = run
@@ -67,6 +70,8 @@ class RunStatus:
         }
         self._rows: list[dict[str, Any]] = []
         self._max_rows = max_rows
+        self._expected = expected
+        self._findings = of_run(expected, [])
         self._samples: deque[dict[str, Any]] = deque(maxlen=history)
         self._generation = 0
         self._sequence = 0
@@ -100,7 +105,7 @@ class RunStatus:
         if len(self._rows) > self._max_rows:
             del self._rows[: len(self._rows) - self._max_rows]
         if rows:
-            self._wake()
+            self._rows_changed()
 
     def rewind(self, step: int) -> None:
         """Drops the rows after `step`, from which a trainer has resumed."""
@@ -108,7 +113,7 @@ class RunStatus:
         if at < len(self._rows):
             del self._rows[at:]
             self._generation += 1
-            self._wake()
+            self._rows_changed()
 
     def tick(self) -> None:
         """Takes the sample of this second and lets subscribers see the newest state."""
@@ -139,6 +144,7 @@ class RunStatus:
             "versions": self._values["versions"],
             "trainer": trainer,
             "last_step": last,
+            "findings": [finding.as_dict() for finding in self._findings],
             "rates": {
                 "samples_per_s": recent.get("samples_per_s"),
                 "tokens_per_s": recent.get("tokens_per_s"),
@@ -195,6 +201,10 @@ class RunStatus:
                 await changed.wait()
 
     # -- inside
+
+    def _rows_changed(self) -> None:
+        self._findings = of_run(self._expected, self._rows)
+        self._wake()
 
     def _wake(self) -> None:
         self._encoded = None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from areal.chassis.process import PROCESS_VARIABLE, open_files
 from areal.config.experiment import GRPOConfig
+from areal.config.learning_rules import needs_several
 from areal.errors import ConfigError
 from areal.types import GenerationHyperparameters
 from areal_rollout.generation.connections import RESERVED_FILES
@@ -37,6 +38,8 @@ class RolloutConfig:
     """Tasks taken in one call, so that several workers share a burst."""
     dynamic_sampling: bool = False
     """A group to train on whose samples all have the same reward is rejected."""
+    reject_single: bool = False
+    """With `dynamic_sampling`, so is a group of one sample, because its advantage would be 0."""
     lease_wait_s: float = 1.0
     """How long one call waits for a task; also how long a drain waits for the call."""
     lease_ttl_s: float = 30.0
@@ -89,6 +92,7 @@ class RolloutConfig:
             connections=connections,
             lease_ttl_s=rollout.lease_ttl_s,
             dynamic_sampling=rollout.dynamic_sampling,
+            reject_single=needs_several(experiment.actor),
             request_timeout_s=rollout.request_timeout_s,
             setup_timeout_s=experiment.setup_timeout_s,
             episode_timeout_s=4 * rollout.request_timeout_s,

@@ -295,7 +295,12 @@ class Executor:
             if self._draining and episode.engine is not None and episode.engine.interrupted:
                 # It took an interruption for an answer: the rerun gives it the real one.
                 return await self._stopped(episode)
-            return judge(group, lease, dynamic_sampling=self._config.dynamic_sampling)
+            return judge(
+                group,
+                lease,
+                dynamic_sampling=self._config.dynamic_sampling,
+                reject_single=self._config.reject_single,
+            )
         except asyncio.CancelledError:
             if episode.stop is None and not self._draining:
                 return Return(

@@ -158,15 +158,22 @@ def note_times(group: TrajectoryGroup, lease: Lease, ran_s: float, score_s: floa
 
 
 def judge(
-    group: TrajectoryGroup | None, lease: Lease, *, dynamic_sampling: bool
+    group: TrajectoryGroup | None,
+    lease: Lease,
+    *,
+    dynamic_sampling: bool,
+    reject_single: bool = False,
 ) -> TrajectoryGroup | Rejection:
     """Returns the end of an episode that returned `group`.
 
-    With `dynamic_sampling`, several samples to train on that all have the same reward are rejected.
+    With `dynamic_sampling`, several samples to train on that all have the same reward are rejected,
+    and with `reject_single` a single sample too.
     """
     if group is None:
         return Rejection(Rejected.NO_ANSWER if lease.attempts else Rejected.BY_WORKFLOW)
-    if dynamic_sampling and lease.task.purpose is Purpose.TRAIN and len(group.trajectories) > 1:
+    least = 1 if reject_single else 2
+    training = lease.task.purpose is Purpose.TRAIN
+    if dynamic_sampling and training and len(group.trajectories) >= least:
         rewards = {trajectory.reward for trajectory in group.trajectories}
         return Rejection(Rejected.EQUAL_REWARDS, group) if len(rewards) == 1 else group
     return group

@@ -223,7 +223,12 @@ class Sessions:
     async def _complete(self, lease: Lease) -> str:
         task_id, token = lease.task.task_id, lease.token
         group = await self.group(lease)
-        end = judge(group, lease, dynamic_sampling=self._config.dynamic_sampling)
+        end = judge(
+            group,
+            lease,
+            dynamic_sampling=self._config.dynamic_sampling,
+            reject_single=self._config.reject_single,
+        )
         if isinstance(end, Rejection):
             await self._buffer.reject_task(task_id, token, end.why.reason, end.group)
             return TaskState.REJECTED.value

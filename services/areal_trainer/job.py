@@ -11,6 +11,7 @@ continue; anything else: a failure, start again to resume.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -101,6 +102,21 @@ def _load(recipe_file: Path) -> ModuleType:
     return module
 
 
+def _call(main: Callable[[list[str]], object], config_file: Path) -> object:
+    """What `main` returns; leaving it with `sys.exit()` is the same as returning."""
+    try:
+        return main(["--config", str(config_file)])
+    except SystemExit as error:
+        if error.code:
+            raise InvalidInput(f"main ended with SystemExit: {error.code}") from None
+        return None
+
+
+def _place(main: Callable[..., object], recipe: str) -> str:
+    code = getattr(inspect.unwrap(main), "__code__", None)
+    return recipe if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
 def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | None) -> int:
     """Runs the recipe; returns the exit code.
 
@@ -137,7 +153,9 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
             listeners = serve(session)
         session.open()
         with session.active():
-            module.main(["--config", str(config.config_file)])
+            main = module.main
+            ended = _call(main, config.config_file)
+            session.check_complete(_place(main, config.experiment.recipe), ended)
         session.status.ended()
         return 0
     except TrainerStopped:

@@ -19,6 +19,7 @@ from tests.redis_server import start_redis
 from areal.config.experiment import GRPOConfig
 from areal.datasets.loader import StatefulLoader
 from areal.engines.rollout import RemoteSGLangEngine
+from areal.errors import InvalidInput
 from areal.protocol.leases import Lease
 from areal.types import TaskState
 from areal.workflows.rlvr import RLVRWorkflow
@@ -136,3 +137,17 @@ def test_prepare_batch_when_every_row_is_accepted_then_no_more_is_queued_than_ma
         workers.stop()
     ahead = session.config.rollout.max_head_offpolicyness + 2
     assert 0 < workers.most_queued <= ahead * BATCH
+
+
+def test_prepare_batch_when_the_weights_were_not_uploaded_then_refused_in_one_line(
+    session: Session,
+) -> None:
+    workers = RejectingWorkers(session.config.endpoints.buffer, accept_every=1)
+    try:
+        engine = RemoteSGLangEngine(session.config.rollout)
+        loader = StatefulLoader([{"prompt": f"{number}+1="} for number in range(100)])
+        engine.prepare_batch(loader, RLVRWorkflow("math"))
+        with pytest.raises(InvalidInput, match=r"step 1 has a batch already.*upload_weights"):
+            engine.prepare_batch(loader, RLVRWorkflow("math"))
+    finally:
+        workers.stop()

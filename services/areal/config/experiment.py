@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal.config.allocation import parse_allocation
 from areal.config.checks import check
+from areal.config.learning_rules import of_config
 from areal.config.moved import hint_for
 from areal.config.presets import Algorithm, preset
 from areal.config.server_sources import parse_source
@@ -349,12 +350,13 @@ def cautions(config: BaseExperimentConfig) -> list[str]:
     gconfig = config.gconfig
     limits = [f"top_p {gconfig.top_p}"] if gconfig.top_p < 1 else []
     limits += [f"top_k {gconfig.top_k}"] if gconfig.top_k > 0 else []
-    return [
+    truncated = [
         f"gconfig.{limit}: answers are sampled from a truncated distribution, but logprobs are "
         "those of the whole distribution, so importance weights ignore the truncation; "
         "expected top_p=1 and top_k=-1"
         for limit in limits
     ]
+    return [*truncated, *map(str, of_config(config))]
 
 
 def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, str]:

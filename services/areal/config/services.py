@@ -83,7 +83,8 @@ class RolloutConfig:
     failed with the same error in the recipe. With 1, the run never stops for these reasons."""
     dynamic_sampling: bool = False
     """Reject a training group if all its samples have the same reward, because such a group
-    teaches nothing. `prepare_batch` then submits another row to replace it (DAPO). With
+    teaches nothing; a group of one is rejected if `actor.reward_norm` compares the samples of a
+    group. `prepare_batch` then submits another row to replace it (DAPO). With
     `rollout_batch`, the batch gets smaller."""
 
     @property

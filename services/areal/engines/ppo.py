@@ -16,6 +16,7 @@ from areal.algorithms import advantages as adv
 from areal.algorithms import behavior, losses, normalization, packing, penalties
 from areal.algorithms.packing import Batch
 from areal.config.checks import check
+from areal.config.learning_rules import needs_several
 from areal.config.training import PPOActorConfig
 from areal.engines.model.heads import LogprobHead
 from areal.engines.train_api import TrainEngine
@@ -133,10 +134,12 @@ class PPOActor:
             `kl`, with `kl_loss_ctl`: the estimate against the reference),
             `mismatch/kl` and `mismatch/max` of the first minibatch (see `behavior.mismatch`; absent
             if the current version sampled no sequence in it completely), and `reward`,
-            `response_tokens` (means over sequences), `reward_std`, `response_tokens_max`,
-            `truncated` (share of sequences without an end), `groups_zero_std` (share of groups
-            whose rewards are all equal), `advantage_abs`, `staleness`, `staleness_max` (policy
-            version less a sequence's oldest token), `n_sequences`, `update_seconds`.
+            `response_tokens` (means over sequences), `reward_std`, `reward_lowest`,
+            `reward_highest`, `response_tokens_max`, `truncated` (share of sequences without an
+            end), `groups_zero_std` (share of groups whose rewards are all equal; groups of one
+            count where `reward_norm` makes their advantage 0), `advantage_abs`, `staleness`,
+            `staleness_max` (policy version less a sequence's oldest token), `n_sequences`,
+            `update_seconds`.
 
         Raises:
             TrainingDiverged: as `TrainEngine.train_batch` does.
@@ -305,7 +308,8 @@ class PPOActor:
         mask, cu_seqlens = batch["loss_mask"], batch["cu_seqlens"]
         rewards = adv.sequence_sums(batch["rewards"], cu_seqlens)
         lengths = adv.sequence_sums(mask, cu_seqlens)
-        several, equal = _equal_groups(rewards, batch["group_index"])
+        of_one = needs_several(self.config)
+        counted, equal = _equal_groups(rewards, batch["group_index"], of_one=of_one)
         sums: dict[str, Tensor | float] = {
             "n_sequences": float(len(rewards)),
             "reward": rewards.double().sum(),
@@ -313,7 +317,9 @@ class PPOActor:
             "response_tokens_max": lengths.max() if len(lengths) else 0.0,
             "truncated": batch["truncated"].sum() if "truncated" in batch else 0.0,
             "groups_zero_std": equal,
-            "groups_of_several": several,
+            "groups_counted": counted,
+            "reward_highest_max": rewards.max() if len(rewards) else -math.inf,
+            "reward_lowest_max": -rewards.min() if len(rewards) else -math.inf,
             "advantage_abs": batch["advantages"].abs().sum() if "advantages" in batch else 0.0,
             "staleness": 0.0,
             "staleness_max": 0.0,
@@ -335,7 +341,9 @@ class PPOActor:
         stats["advantage_abs"] /= tokens
         for name in ("reward", "response_tokens", "staleness", "truncated"):
             stats[name] /= count
-        stats["groups_zero_std"] /= max(stats.pop("groups_of_several"), 1.0)
+        stats["groups_zero_std"] /= max(stats.pop("groups_counted"), 1.0)
+        stats["reward_highest"] = stats.pop("reward_highest_max")
+        stats["reward_lowest"] = -stats.pop("reward_lowest_max")
         # Around the mean of all ranks: the mean of the squares would lose what they differ by.
         spread = self.engine.reduce_stats(
             {"reward": (rewards.double() - stats["reward"]).square().sum()}
@@ -344,15 +352,18 @@ class PPOActor:
         return stats
 
 
-def _equal_groups(rewards: Tensor, group_index: Tensor) -> tuple[float, float]:
-    """How many groups have several sequences, and in how many of them all rewards are equal."""
+def _equal_groups(rewards: Tensor, group_index: Tensor, *, of_one: bool) -> tuple[float, float]:
+    """How many groups there are, and in how many of them all rewards are equal.
+
+    Groups of one sequence are counted only with `of_one`.
+    """
     _, place, counts = torch.unique(group_index, return_inverse=True, return_counts=True)
     lowest, highest = (
         rewards.new_zeros(len(counts)).scatter_reduce_(0, place, rewards, how, include_self=False)
         for how in ("amin", "amax")
     )
-    several = counts > 1
-    return float(several.sum()), float((several & (lowest == highest)).sum())
+    counted = counts > (0 if of_one else 1)
+    return float(counted.sum()), float((counted & (lowest == highest)).sum())
 
 
 def _need_reference(batch: Batch, wanted_by: str) -> None:

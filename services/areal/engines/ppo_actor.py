@@ -15,6 +15,7 @@ from areal.config.training import PPOActorConfig, RefConfig
 from areal.engines.export.publishing import make_publisher
 from areal.errors import InvalidInput, TrainingDiverged
 from areal.models.directory import serving_dtype
+from areal.recipe import called_at
 from areal.training.metric_names import named
 from areal.training.session import current_session
 from areal.types import WeightUpdateMeta
@@ -208,11 +209,16 @@ class FSDPPPOActor:
             StaleIncarnation: A newer trainer of the same run has registered.
             TransportError | WaitTimeout: The previous version could not be published, or no server
                 confirmed it in time.
-            InvalidInput: This model is frozen.
+            InvalidInput: This model is frozen, or no batch was taken since the last call.
         """
         if self.frozen:
             raise InvalidInput("upload_weights: this model is frozen; call it on the actor")
         session = self.session
+        if not session.batch_at:
+            raise InvalidInput(
+                f"{called_at()}: upload_weights: step {session.step + 1} has no batch: expected "
+                "prepare_batch first, since each call of upload_weights ends a step"
+            )
         session.confirm_version()  # that of the step before, beside which this step was taken
         start = time.monotonic()
         version = session.step + 1

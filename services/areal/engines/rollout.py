@@ -88,8 +88,9 @@ class RemoteSGLangEngine:
             A packed batch.
 
         Raises:
-            InvalidInput: The workflow samples at a temperature other than the trainer's, or there
-                is a `dataloader` but no workflow.
+            InvalidInput: The workflow samples at a temperature other than the trainer's, there is a
+                `dataloader` but no workflow, or the step has a batch already (`upload_weights` was
+                not called since).
             WorkflowError: The loader has no rows left.
             WaitTimeout: No batch was complete within 3 x `rollout.request_timeout_s`; the message
                 says what was missing.

@@ -47,6 +47,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reward/std", "", "standard deviation of the trajectories' rewards", ("reward_std",)
         ),
+        Metric("reward/lowest", "", "lowest reward of a trajectory", ("reward_lowest",)),
+        Metric("reward/highest", "", "highest reward of a trajectory", ("reward_highest",)),
         Metric(
             "reward/NAME",
             "",
@@ -61,8 +63,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "group/zero_std",
             "share of groups",
-            "groups with several trajectories whose rewards are all equal; such groups give no "
-            "gradient",
+            "groups whose rewards are all equal; such groups give no gradient if rewards are "
+            "compared within the group. A group of one trajectory counts only then",
             ("groups_zero_std",),
         ),
         Metric(

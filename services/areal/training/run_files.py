@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from areal.config.learning_rules import Finding, of_rows
 from areal.training.metric_names import named
 from areal.training.status import Evaluation
 
@@ -69,6 +70,7 @@ class RunFiles:
             json.loads(self._results.read_text()) if self._results.exists() else {}
         )
 
+        self._found: set[str] = set()
         _end_last_line(self._batches)
 
     def _read_rows(self) -> list[dict[str, Any]]:
@@ -96,6 +98,12 @@ class RunFiles:
         """Adds the row of a finished step."""
         self.rows.append(row)
         os.write(self._appending, orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+
+    def new_findings(self) -> list[Finding]:
+        """Returns what the rows say against learning, each rule once."""
+        new = [each for each in of_rows(self.rows) if each.rule not in self._found]
+        self._found |= {each.rule for each in new}
+        return new
 
     def close(self) -> None:
         """Closes the rows' file."""

@@ -37,7 +37,7 @@ from areal.config.allocation import Layout
 from areal.config.experiment import GRPOConfig
 from areal.config.services import rollouts_url
 from areal.protocol.leases import Discarded, Take
-from areal.recipe import Recipe
+from areal.recipe import Recipe, called_at
 from areal.security import Security
 from areal.training.background_publish import BackgroundPublish
 from areal.training.bridge import CALL_S, RETRY_S, AsyncBridge
@@ -123,6 +123,8 @@ class TrainerSession(Ranks):
         """Named providers of what a checkpoint carries beside tensors (the dataset cursor)."""
         self.before_first_step: Callable[[], None] | None = None
         """Puts back what a resumed run must not have changed before its loop."""
+        self.batch_at = ""
+        """Where the recipe took the batch of the step in progress; "": it has none yet."""
         self.stop_requested = False
         self.waits.watch(self.status.waits)
         self._checkpoints = CheckpointWriter(self, self.folder, self._commit)
@@ -348,7 +350,16 @@ class TrainerSession(Ranks):
         return self._checkpoints.actor
 
     def begin_step(self) -> None:
-        """Starts the clock and row of the next step."""
+        """Starts the clock and row of the next step.
+
+        Raises:
+            InvalidInput: The step has a batch already, so its weights were never uploaded.
+        """
+        if self.batch_at:
+            raise errors.InvalidInput(
+                f"{called_at()}: step {self.step + 1} has a batch already, taken at "
+                f"{self.batch_at}: expected upload_weights, which ends a step, in between"
+            )
         if self.before_first_step is not None:
             self.before_first_step()
             self.before_first_step = None
@@ -367,6 +378,7 @@ class TrainerSession(Ranks):
         shares = assign_groups(costs, self._layout.data)
         mine = [taken.groups[i].task_id for i in shares[self.rank // self._layout.per_share]]
         groups = self.ledger.fetch(self.step + 1, mine)
+        self.batch_at = called_at()
         self.batch_tasks, self._batch = mine, groups
         if self._files is not None:
             self._files.append_batch(
@@ -412,6 +424,7 @@ class TrainerSession(Ranks):
     def finish_step(self) -> None:
         """Ends step `self.step + 1`: writes its row, saves and commits if due, stops if asked."""
         self.trace.end()
+        self.batch_at = ""
         self.step += 1
         self._rollouts.keep(
             self._batch,
@@ -435,6 +448,8 @@ class TrainerSession(Ranks):
                 self._tracker.log(self.step, self.row)
             self.status.finished_step(self.step, self.row)
             self._progress.finished_step(self.row)
+            for finding in self._files.new_findings():
+                self._log.warning("may_not_learn", step=self.step, **finding.as_dict())
         # Not before its row: a run that resumes from it finds all rows up to it.
         self._checkpoints.seal()
         self.raise_if_stopped()
@@ -462,6 +477,35 @@ class TrainerSession(Ranks):
     def result(self, name: str) -> Any:
         """Returns a recorded result, even of an earlier incarnation; the same on every rank."""
         return self.on_rank0(lambda: self._files.results.get(name) if self._files else None)
+
+    def check_complete(self, main: str, ended: object) -> None:
+        """Refuses the end of a recipe's `main` before its last step; saves the steps it has taken.
+
+        Args:
+            main: The function's file and line.
+            ended: What it returned. A sentence is the reason for an early end, and is recorded.
+
+        Raises:
+            InvalidInput: A step has no end, or steps are missing. A recipe that trains no model,
+                such as one that only evaluates, has no steps to take.
+        """
+        planned = self.config.total_train_steps
+        if self.batch_at:
+            raise errors.InvalidInput(
+                f"{self.batch_at}: main ended in step {self.step + 1}, whose batch was taken here: "
+                "expected upload_weights, which ends a step"
+            )
+        if self.step >= planned or self.actor is None:
+            return
+        if isinstance(ended, str) and ended:
+            self.record("ended_early", ended)
+            return
+        self.save_checkpoint()
+        self.publishing.settle()
+        raise errors.InvalidInput(
+            f"{main}: main ended after {self.step} of {planned} steps (total_train_steps): "
+            "expected all of them; to end earlier on purpose, return the reason as a string"
+        )
 
     # -- checkpoints ---------------------------------------------------------------------------
 

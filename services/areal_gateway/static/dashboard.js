@@ -113,7 +113,7 @@ function legend(id, items) {
 
 // ---------------------------------------------------------------- header
 
-function drawHeader({ run, trainer, sources, ledger, eta_s: eta }) {
+function drawHeader({ run, trainer, sources, ledger, findings, eta_s: eta }) {
   text("experiment", run.experiment);
   text("trial", run.trial);
   const gone = trainer && !sources.trainer.ok && !["finished", "failed"].includes(trainer.state);
@@ -132,10 +132,10 @@ function drawHeader({ run, trainer, sources, ledger, eta_s: eta }) {
   bar.setAttribute("aria-valuenow", step);
   bar.setAttribute("aria-valuemax", total);
   document.title = trainer ? `${step}/${total} · ${run.experiment} · AReaL` : `${run.experiment} · AReaL`;
-  drawBanner(sources, trainer, gone, ledger);
+  drawBanner(sources, trainer, gone, ledger, findings);
 }
 
-function drawBanner(sources, trainer, gone, ledger) {
+function drawBanner(sources, trainer, gone, ledger, findings) {
   const banner = $("banner");
   const lines = [];
   let tone = "info";
@@ -164,6 +164,10 @@ function drawBanner(sources, trainer, gone, ledger) {
     }
     lines.push([`The workflow or reward fails (${short(worst.attempts)} attempt${worst.attempts === 1 ? "" : "s"}). `,
       `Task ${worst.task_id}: ${worst.detail} (all failed tasks: areal dead-letters list)`]);
+  }
+  for (const { seen, advice } of findings) {
+    tone = tone === "bad" ? tone : "warn";
+    lines.push(["The run may not learn: ", `${seen}; ${advice}`]);
   }
   if (!trainer) {
     lines.push(["No trainer is attached. ", "Tasks with purpose “serve” run at the current policy version; training appears here once a trainer starts."]);

@@ -7,8 +7,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from areal.config.experiment import cautions
 from areal_launch.commands.stack import resolve_run
-from areal_launch.stack.recipe_check import check_recipe
+from areal_launch.stack.recipe_check import Finding, check_recipe
 from areal_launch.view.output import CheckResult, print_json, print_table, say
 
 
@@ -16,7 +17,9 @@ def check(recipe: Path, config: Path | None, overrides: list[str], *, as_json: b
     """Prints what was found; returns the exit code."""
     began = time.monotonic()
     resolved = resolve_run(recipe, config, overrides)
-    findings = asyncio.run(check_recipe(resolved.config, model_later=resolved.model_later))
+    findings = [
+        Finding("config", "", CheckResult.NOTE, caution) for caution in cautions(resolved.config)
+    ] + asyncio.run(check_recipe(resolved.config, model_later=resolved.model_later))
     failed = [each for each in findings if each.verdict is CheckResult.FAILED]
     if as_json:
         print_json([asdict(each) for each in findings])

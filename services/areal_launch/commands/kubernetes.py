@@ -23,7 +23,8 @@ import time
 import uuid
 from typing import Any
 
-from areal.config.experiment import BaseExperimentConfig
+from areal.config.experiment import BaseExperimentConfig, GRPOConfig
+from areal.config.learning_rules import of_config
 from areal.errors import ArealError, WaitTimeout
 from areal_launch.clusters.kubernetes import Outcome, Release
 from areal_launch.clusters.pods import StuckWatch, component_of, is_ready, problems_of, processes_of
@@ -216,6 +217,7 @@ class ReleaseFollower(Follower):
             memory_mb={},
             restarts={n: p.restarts for n, p in stack.processes.items()},
             cause=str(error or ""),
+            findings=of_config(stack.config) if isinstance(stack.config, GRPOConfig) else (),
         )
         write_json(folder.summary_file, summary)
         folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in snapshot.rows))

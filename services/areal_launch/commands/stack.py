@@ -36,6 +36,7 @@ from areal.config.experiment import (
     build_config,
     cautions,
 )
+from areal.config.learning_rules import of_config
 from areal.config.model_origin import find_model
 from areal.errors import ArealError, CannotStart, ConfigError, InvalidInput
 from areal.recipe import Recipe, find_config_class, load_recipe
@@ -308,6 +309,7 @@ class Session:
             status=status,
             rows=read_rows(folder.metrics_file),
             results=read_results(folder.trainer_file),
+            findings=of_config(stack.config) if isinstance(stack.config, GRPOConfig) else (),
             snapshot=snapshot,
             wall_s=wall_s,
             cpu_s=usage.cpu_seconds(),

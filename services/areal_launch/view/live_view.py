@@ -12,12 +12,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal.config.learning_rules import WINDOW
 from areal.training.run_files import over_rows
 from areal.types import TaskState
 from areal.weights.servers import ServerState
 from areal_launch.view.output import make_table, pause_words, state_word
 from areal_launch.view.poller import Snapshot
-from areal_launch.view.rows import WINDOW, column, mean, mismatch_alarm, recent_mean
+from areal_launch.view.rows import column, mean, recent_mean
 
 if TYPE_CHECKING:
     from areal_launch.processes.usage import UsageSampler
@@ -243,8 +244,9 @@ class LiveView:
         ]
         if self.snapshot.failures:
             lines.append(Text("areal dead-letters list shows failed tasks", _MUTED))
-        if alarm := mismatch_alarm(self.snapshot.rows):
-            lines.append(Text(alarm, "bold red", overflow="fold"))
+        lines += [
+            Text(str(finding), "bold red", overflow="fold") for finding in self.snapshot.findings
+        ]
         lines += [
             Text(
                 f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {event.text}",

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from areal.config.learning_rules import WINDOW
 from areal.training.run_files import last_evaluations, over_rows
-from areal_launch.view.rows import WINDOW, column, moving_mean, read_rows
+from areal_launch.view.rows import column, moving_mean, read_rows
 from areal_launch.view.summary import read_results
 
 _INK = "#1f2430"

@@ -30,12 +30,12 @@ from areal.clients.buffer.connection import BufferConnection
 from areal.clients.buffer.tasks import BufferTasks
 from areal.clients.trainer import TrainerClient, TrainerStatus
 from areal.clients.weight_sync import WeightSyncClient
+from areal.config.learning_rules import Finding, of_rows
 from areal.config.services import EndpointsConfig
 from areal.errors import ArealError
 from areal.protocol.leases import LedgerStats, WorkflowFailure
 from areal.security import Security
 from areal.weights.servers import InferenceServer, ServerState, SyncStatus
-from areal_launch.view.rows import mismatch_alarm
 from areal_launch.view.watchdog import ask_speed
 
 _WINDOW_S = 15.0
@@ -68,6 +68,11 @@ class Snapshot:
     """Service to why it did not answer; absent: it did."""
     waits: dict[str, list[Wait]] = field(default_factory=dict)
     """Process to what it waits for, the oldest first; only `areal status` asks."""
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the rows say against learning."""
+        return of_rows(self.rows)
 
     @property
     def failures(self) -> tuple[WorkflowFailure, ...]:
@@ -126,7 +131,10 @@ class StackPoller:
         self._row_listeners.append(listener)
 
     def listen_notices(self, listener: Callable[[str], None]) -> None:
-        """Calls `listener` with a line for each new kind of failure and for tasks tried again."""
+        """Calls `listener` with a line for each new kind of failure, and for tasks tried again.
+
+        Also for each sign that the run cannot learn.
+        """
         self._notice_listeners.append(listener)
 
     def listen_servers(self, listener: Callable[[str], None]) -> None:
@@ -207,8 +215,7 @@ class StackPoller:
             news["retried"] = (
                 f"{snapshot.retried} tasks that failed because of the recipe are tried again"
             )
-        if alarm := mismatch_alarm(snapshot.rows):
-            news["mismatch"] = alarm
+        news |= {finding.rule: str(finding) for finding in snapshot.findings}
         for what, text in news.items():
             if what not in self._noticed:
                 self._noticed.add(what)
@@ -251,3 +258,5 @@ class StackPoller:
             snapshot.rows.append(row)
             for listener in self._row_listeners:
                 listener(row)
+        if status.rows:
+            self._notice()

@@ -7,13 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.config.learning_rules import WINDOW
 from areal.training.metric_names import named
-
-# Steps over which rewards are averaged, everywhere they are shown.
-WINDOW = 20
-
-# Of engine || trainer, in nats per token: bfloat16 on both sides stays below 0.01.
-MISMATCH_BOUND = 0.05
 
 Row = dict[str, Any]
 
@@ -32,21 +27,6 @@ def read_rows(file: Path) -> list[Row]:
             except (ValueError, KeyError, TypeError):
                 continue
     return [rows[step] for step in sorted(rows)]
-
-
-def mismatch_alarm(rows: Sequence[Row]) -> str:
-    """Returns a line when the newest mismatch of engine and trainer passes the bound, else ""."""
-    for row in reversed(rows):
-        kl = row.get("mismatch/kl")
-        if kl is None:
-            continue
-        if float(kl) <= MISMATCH_BOUND:
-            return ""
-        return (
-            f"step {int(row['step'])}: engine and trainer disagree on logprobs, mismatch/kl "
-            f"{float(kl):.3g} above {MISMATCH_BOUND:g} (docs/runbooks/logprob-mismatch.md)"
-        )
-    return ""
 
 
 def column(rows: Sequence[Row], key: str) -> list[float]:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.config.learning_rules import PAGE, WINDOW, Finding, of_run
 from areal.training.run_files import EVALUATIONS, last_evaluations, over_rows
 from areal.types import TaskState
 from areal_launch.view.output import pause_words, state_word
 from areal_launch.view.poller import Snapshot
-from areal_launch.view.rows import WINDOW, column, mean
+from areal_launch.view.rows import column, mean
 
 _SHOWN = 8
 """Of an evaluation's means, at the end of a run."""
@@ -37,6 +38,7 @@ def build_summary(
     memory_mb: Mapping[str, float],
     restarts: Mapping[str, int],
     cause: str = "",
+    findings: Sequence[Finding] = (),
 ) -> dict[str, Any]:
     """Puts the summary together; what is unknown is null, never left out.
 
@@ -50,6 +52,7 @@ def build_summary(
         memory_mb: Peak resident memory by process, and "total" at one instant.
         restarts: By process; those above 0 are listed.
         cause: Why it failed, if it did.
+        findings: What the configuration says against learning; what the rows say is added.
     """
     rewards, losses = column(rows, "reward/mean"), column(rows, "train/loss")
     ledger, sync = snapshot.ledger, snapshot.sync
@@ -69,6 +72,7 @@ def build_summary(
         "heldout_before": None,
         "heldout_after": None,
         **results,
+        "findings": [each.as_dict() for each in of_run(findings, rows)],
         "samples": sum(int(row.get("samples", 0)) for row in rows),
         "tokens_generated": ledger.generated_tokens if ledger else None,
         "accounting": accounting,
@@ -207,6 +211,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             lines.append(("incomplete", why))
         if zeros := each.get("rejected"):
             lines.append(("rejected", f"{name}: {zeros:,} rows without a trajectory count as 0"))
+    findings = summary.get("findings") or ()
+    lines += [("will not learn", f"{each['seen']}; {each['advice']}") for each in findings]
+    if findings:
+        lines.append(("", f"more: {PAGE}"))
     lines += [
         (
             "time",

@@ -13,9 +13,11 @@ import traceback
 from pathlib import Path
 
 from areal.config.experiment import GRPOConfig, load_service_config
+from areal.config.learning_rules import computes_advantages, single_samples
 from areal.errors import InvalidInput
 from areal.recipe import Recipe, load_recipe
 from areal.tokenizer import Tokenizer
+from areal.workflows.rlvr import RLVRWorkflow
 from areal_rollout.check.report import Report
 from areal_rollout.check.row import RowCheck
 from areal_rollout.check.stand_ins import FirstBatch, StandIns
@@ -40,6 +42,10 @@ def check(config_file: Path, report: Report, *, model_later: str) -> None:
         return
     shown = stand_ins.samples[-1]
     report.found("dataset", "ok", f"first row: {_short(shown.row)}")
+    for sample in stand_ins.samples:
+        if not sample.of and (why := _single_samples(config, sample.workflow)):
+            report.found("workflow", "failed", why)
+            return
     where = str(config.tokenizer_dir)
     if model_later:
         report.found("tokenizer", "unknown", f"{where}: {model_later} when a run begins")
@@ -57,6 +63,13 @@ def check(config_file: Path, report: Report, *, model_later: str) -> None:
     rows = RowCheck(config, recipe, tokenizer, report)
     for sample in stand_ins.samples:
         rows.check(sample)
+
+
+def _single_samples(config: GRPOConfig, workflow: object) -> str:
+    """Why the workflow's groups teach nothing for certain; other classes form their own groups."""
+    if type(workflow) is not RLVRWorkflow or not computes_advantages(config):
+        return ""
+    return single_samples(config, workflow.gconfig.n_samples)
 
 
 def _run_main(recipe: Recipe, config_file: Path, stand_ins: StandIns, report: Report) -> None:

@@ -175,3 +175,11 @@ async def test_status_json_when_many_ask_then_encoded_once_per_change():
     assert run.status_json() is first
     run.tick()
     assert run.status_json() is not first
+
+
+def test_status_when_rows_say_that_the_run_cannot_learn_then_the_page_is_told_until_they_do_not():
+    run = make_status()
+    run.add_rows([row(s, **{"rollout/truncated": 0.9}) for s in range(1, 13)])
+    assert [each["rule"] for each in run.status()["findings"]] == ["answers_cut_off"]
+    run.rewind(2)
+    assert run.status()["findings"] == []

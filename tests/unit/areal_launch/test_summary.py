@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from areal.config.experiment import GRPOConfig
+from areal.config.learning_rules import of_config
 from areal.protocol.leases import LedgerStats
 from areal.types import TaskState
 from areal.weights.servers import SyncStatus
@@ -223,3 +225,20 @@ def test_status_when_a_finished_run_is_given_more_steps_then_an_interruption_is_
     again = continue_summary(first, summarize(status=latest), began=2.0)
     assert again["status"] == expected
     assert again["steps"] == 45
+
+
+def test_summary_when_a_run_cannot_learn_then_a_line_says_so_and_a_healthy_run_has_none() -> None:
+    config = GRPOConfig()
+    config.actor.optimizer.lr = 30.0
+    rows = [row(s, 0.0) | {"rollout/truncated": 0.9} for s in range(1, 46)]
+    summary = summarize(rows=rows, findings=of_config(config))
+    rules = [each["rule"] for each in summary["findings"]]
+    assert rules == ["learning_rate", "answers_cut_off"]
+    lines = [text for label, text in summary_lines(summary) if label == "will not learn"]
+    assert [".lr 30" in line for line in lines] == [True, False]
+    assert "90% of the last answers are cut off" in lines[1]
+    before = summarize(rows=[], findings=of_config(config))["findings"]
+    assert [each["rule"] for each in before] == ["one_sample_per_group", "learning_rate"]
+    healthy = summarize()
+    assert healthy["findings"] == []
+    assert not {"will not learn"} & {label for label, _ in summary_lines(healthy)}

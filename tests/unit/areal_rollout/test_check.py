@@ -279,3 +279,30 @@ def test_check_when_there_are_no_rows_then_agents_outside_are_expected(run: Chec
     )
     assert (only["stage"], only["verdict"]) == ("dataset", "ok")
     assert only["said"] == "no rows: outside agents open sessions at the gateway"
+
+
+ADVANTAGES = "\ndef later(actor, batch):\n    actor.compute_advantages(batch)\n"
+ONE = (
+    "from dataclasses import replace\n"
+    "def workflow_of(config):\n"
+    "    return {}(*{}, replace(config.gconfig, n_samples=1))\n"
+)
+
+
+def test_check_when_a_group_has_one_sample_for_certain_then_it_is_refused(run: Check) -> None:
+    more = ONE.format("RLVRWorkflow", "[reward_fn]") + ADVANTAGES
+    last = run(more, model_later="prepare_model creates it")[-1]
+    assert (last["stage"], last["verdict"]) == ("workflow", "failed")
+    assert last["said"].startswith("gconfig.n_samples 1: expected 2 or more with actor.reward_norm")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ONE.format("RLVRWorkflow", "[reward_fn]"),  # never compared: a teacher's, say
+        ONE.format("Mine", "[]") + ADVANTAGES,  # may form its groups itself
+        ADVANTAGES,
+    ],
+)
+def test_check_when_one_sample_may_be_right_then_it_is_not_refused(run: Check, more: str) -> None:
+    assert ("workflow", "failed") not in verdicts(run(more))

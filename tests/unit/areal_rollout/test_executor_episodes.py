@@ -309,3 +309,15 @@ async def test_episode_when_a_later_prompt_is_other_ids_then_counted_and_told_wh
     assert "response 1 does not begin with" in more["detail"]
     assert "areal.Conversation" in more["detail"]
     assert rig.observer.drifts == 1
+
+
+async def test_group_when_it_has_one_sample_to_compare_then_rejected_by_dynamic_sampling():
+    """Where a reward is compared with those of its group, a single one teaches nothing."""
+    async with Rig(one_sample, dynamic_sampling=True, reject_single=True) as rig:
+        rig.ledger.add(lease("single"))
+        await rig.ended(1)
+    assert rig.ledger.rejected == {"single": "all samples have the same reward"}
+    async with Rig(one_sample, reject_single=True) as rig:
+        rig.ledger.add(lease("default"))
+        await rig.ended(1)
+    assert list(rig.ledger.completed) == ["default"]

@@ -89,7 +89,7 @@ def test_ppo_update_when_several_minibatches_then_proximal_is_the_start_of_the_u
 def test_ppo_update_when_groups_have_equal_rewards_then_their_share_is_told(
     make_actor, groups, rewards, share
 ):
-    actor = make_actor()
+    actor = make_actor(reward_norm="batch/batch")
     sequences = [
         {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "rewards": [0.0, 0.0, reward]}
         for reward in rewards
@@ -395,3 +395,27 @@ def test_ppo_update_when_there_are_minibatches_then_the_first_is_compared(make_a
 def test_reference_when_its_section_is_null_then_refused_in_one_line() -> None:
     with pytest.raises(InvalidInput, match=r"^FSDPPPOActor\(None\): expected a section; for"):
         FSDPPPOActor(None)
+
+
+@pytest.mark.parametrize(
+    ("norm", "share"),
+    [
+        ("group/group", 2 / 3),
+        ("group/none", 2 / 3),
+        ("leave1out/none", 2 / 3),
+        ("batch/group", 0.0),
+        (None, 0.0),
+    ],
+)
+def test_describe_when_groups_have_one_sample_then_equal_only_where_the_norm_makes_them_0(
+    make_actor, norm, share
+):
+    actor = make_actor(reward_norm=norm)
+    sequences = [
+        {"input_ids": [1, 2], "loss_mask": [0, 1], "rewards": [0.0, reward]}
+        for reward in (1.0, 0.5, 0.0, -2.0)
+    ]
+    batch = packing.pack(sequences, [0, 0, 1, 2])
+    described = actor.describe(batch)
+    assert described["groups_zero_std"] == pytest.approx(share)
+    assert (described["reward_lowest"], described["reward_highest"]) == (-2.0, 1.0)
