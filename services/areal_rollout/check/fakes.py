@@ -13,6 +13,7 @@ import orjson
 
 from areal.clients.reward import item_to_pb, score_from_pb
 from areal.errors import InvalidInput
+from areal.json_text import dumps
 from areal.protocol.scores import ScoreFailure, ScoreItem
 from areal.recipe import find_function
 from areal.rewards import builtin_reward
@@ -137,7 +138,7 @@ class InProcessScorer:
             else:
                 found = builtin_reward(name)
             function = RewardFunction(name, found, dict(kwargs))
-            row = orjson.dumps(item.data, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+            row = dumps(item.data, option=orjson.OPT_SERIALIZE_NUMPY).decode()
             message = item_to_pb(item, row)
             arguments, named = function.bind(message)
         except (InvalidInput, TypeError) as error:
