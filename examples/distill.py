@@ -5,10 +5,10 @@ r"""Distillation: a student learns what its teacher would say, without servers o
         teacher=/models/Qwen2.5-7B-Instruct train_dataset.path=chats.jsonl actor.optimizer.lr=1e-5
     areal run examples/distill.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
-Rows are chats: {"messages": [{"role", "content"}, …]}; the last ones are held out. In the
-assistant's turns, the student learns the probabilities of the teacher's `k` likeliest tokens, not
-the token in the row. Both models must have the same vocabulary. The trainer loads the teacher as a
-frozen model.
+Rows are chats: {"messages": [{"role", "content"}, …], "tools": […] if they have some}; the last
+ones are held out. In the assistant's turns, the student learns the probabilities of the teacher's
+`k` likeliest tokens, not the token in the row. Both models must have the same vocabulary. The
+trainer loads the teacher as a frozen model.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
-from areal.datasets.chats import chat_unit
+from areal.datasets.chats import chat_units
 from areal.datasets.preferences import GENERATED, sorted_digits
 from areal.datasets.rows import load_rows
 from areal.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ def units_of(config: Config, model: str) -> tuple[list, list]:
     tokenizer = Tokenizer.load(Path(model))
     path = config.train_dataset.path
     rows = generated(config.seed) if path == GENERATED else load_rows(path)
-    units = [chat_unit(tokenizer, row["messages"]) for row in rows]
+    units = chat_units(tokenizer, rows)
     return units[: -config.heldout_rows], units[-config.heldout_rows :]
 
 

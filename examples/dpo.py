@@ -7,8 +7,8 @@ r"""DPO, IPO or SimPO: a model learns from pairs of answers, without servers or 
     areal run examples/dpo.py actor.lora={} actor.optimizer.lr=3e-3   # the reference is the actor
                                                                       # without its adapters
 
-Rows are {"prompt", "chosen", "rejected"}: texts, or lists of messages. The last rows of the file
-are held out.
+Rows are {"prompt", "chosen", "rejected"}, and "tools" if they have some: texts, or lists of
+messages, in any of the forms that `pair_unit` lists. The last rows of the file are held out.
 """
 
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
-from areal.datasets.chats import pair_unit
+from areal.datasets.chats import pair_units
 from areal.datasets.preferences import GENERATED, sorted_digits
 from areal.datasets.rows import load_rows
 from areal.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def main(argv):
         if config.train_dataset.path == GENERATED
         else load_rows(config.train_dataset.path)
     )
-    units = [pair_unit(tokenizer, row) for row in rows]
+    units = pair_units(tokenizer, rows)
     train, heldout = units[: -config.heldout_rows], units[-config.heldout_rows :]
 
     def compare(batch) -> None:

@@ -5,9 +5,9 @@ r"""Fine-tuning on worked answers to grade-school mathematics, without servers o
         train_dataset.path=hf://openai/gsm8k/main actor.optimizer.lr=1e-5   # or a folder
     areal run examples/gsm8k_sft.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
-Rows are GSM8K's {"question", "answer"}, or chats: {"messages": [{"role", "content"}, …]}. The
-loss covers the assistant's turns. The model is written to runs/…/model, a folder that transformers
-and SGLang can load.
+Rows are GSM8K's {"question", "answer"}, or chats: {"messages": [{"role", "content"}, …],
+"tools": […] if they have some}. The loss covers the assistant's turns. The model is written to
+runs/…/model, a folder that transformers and SGLang can load.
 """
 
 import random
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
-from areal.datasets.chats import chat_unit
+from areal.datasets.chats import chat_units
 from areal.datasets.rows import load_rows
 from areal.tokenizer import Tokenizer
 
@@ -32,12 +32,12 @@ class Config(GRPOConfig):
     """Steps between two evaluations."""
 
 
-def messages_of(row: dict) -> list[dict]:
-    """Returns the chat of a row: a GSM8K row is converted; a chat stays as it is."""
+def chat_of(row: dict) -> dict:
+    """Returns a row with a chat: a GSM8K row is converted; a chat stays as it is."""
     if "messages" in row:
-        return row["messages"]
+        return row
     question = {"role": "user", "content": row["question"]}
-    return [question, {"role": "assistant", "content": row["answer"]}]
+    return {"messages": [question, {"role": "assistant", "content": row["answer"]}]}
 
 
 def main(argv):
@@ -49,7 +49,7 @@ def main(argv):
 
     def units(split: str, count: int | None = None) -> list:
         rows = rows_of(config.train_dataset.path, split, config.seed)
-        return [chat_unit(tokenizer, messages_of(row)) for row in rows[:count]]
+        return chat_units(tokenizer, [chat_of(row) for row in rows[:count]])
 
     train, heldout = units("train"), units("test", config.heldout_rows)
 

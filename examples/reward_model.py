@@ -5,15 +5,16 @@ r"""A reward model trained on pairs of answers (Bradley-Terry), without servers 
         train_dataset.path=pairs.jsonl actor.optimizer.lr=1e-5
     areal run examples/reward_model.py actor.lora={} actor.optimizer.lr=3e-3
 
-Rows are {"prompt", "chosen", "rejected"}: texts, or lists of messages. The last rows of the file
-are held out. The model is written to runs/…/model: a sequence classifier with one class.
+Rows are {"prompt", "chosen", "rejected"}, and "tools" if they have some: texts, or lists of
+messages, in any of the forms that `pair_unit` lists. The last rows of the file are held out.
+The model is written to runs/…/model: a sequence classifier with one class.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
-from areal.datasets.chats import pair_unit
+from areal.datasets.chats import pair_units
 from areal.datasets.preferences import GENERATED, sorted_digits
 from areal.datasets.rows import load_rows
 from areal.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ def main(argv):
         if config.train_dataset.path == GENERATED
         else load_rows(config.train_dataset.path)
     )
-    units = [pair_unit(tokenizer, row) for row in rows]
+    units = pair_units(tokenizer, rows)
     train, heldout = units[: -config.heldout_rows], units[-config.heldout_rows :]
 
     for batch in model.batches(train):

@@ -11,18 +11,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from areal import errors
 from areal.config.services import RolloutConfig
 from areal.engines.task_feeder import RowLoader, TaskFeeder
 from areal.protocol.leases import Take, TakeState
+from areal.tokenizer import Tokenizer
 from areal.training import evaluation
 from areal.training.ledger import POLL_S
 from areal.training.session import TrainerSession, current_session
 from areal.training.submission import Submission
 from areal.types import GenerationHyperparameters, Purpose, Task, WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
+from areal.workflows.rlvr import check_prompts
 from areal.workflows.specs import describe_workflow, recipe_of
 
 # One poll while the ledger refuses rows: so soon may they be offered again.
@@ -88,8 +91,9 @@ class RemoteSGLangEngine:
             A packed batch.
 
         Raises:
-            InvalidInput: The workflow samples at a temperature other than the trainer's, or there
-                is a `dataloader` but no workflow.
+            InvalidInput: The workflow samples at a temperature other than the trainer's, there is a
+                `dataloader` but no workflow, or the prompt of a row leaves no room for an answer
+                (the message names the row, from 1).
             WorkflowError: The loader has no rows left.
             WaitTimeout: No batch was complete within 3 x `rollout.request_timeout_s`; the message
                 says what was missing.
@@ -102,7 +106,9 @@ class RemoteSGLangEngine:
                 )
             check_sampling(workflow, self.session.config.gconfig.temperature)
             spec = self._describe(workflow)
-            self._feeder = self._feeder or TaskFeeder(self.session, dataloader)
+            if self._feeder is None:
+                self._check_prompts(workflow, getattr(dataloader, "rows", ()))
+                self._feeder = TaskFeeder(self.session, dataloader)
             feeding = Feeding(self._feeder, spec)
         self.session.begin_step()
         if feeding is not None:
@@ -190,6 +196,17 @@ class RemoteSGLangEngine:
         tasks = evaluation.tasks_of(session, rows, self._describe(workflow), name, pinned)
         figure = evaluation.measure(session, tasks, name, self.config.batch_timeout_s)
         return evaluation.record(session, name, figure)
+
+    def _check_prompts(self, workflow: RolloutWorkflow, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses rows that no server would take, before the first step."""
+        model = self.session.config.model
+
+        def check() -> None:
+            check_prompts(
+                workflow, rows, lambda: Tokenizer.load(Path(model.path)), model.context_length
+            )
+
+        self.session.on_rank0(check)
 
     def _describe(self, workflow: RolloutWorkflow) -> WorkflowSpec:
         """Describes the workflow by digest and stores the recipe's source, once."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from areal.errors import WaitTimeout
+from areal.tokenizer import Tokenizer
 from areal_launch.doctor.findings import Finding, examine, missing, note, ok
 
 _DEADLINE_S = 600.0
@@ -19,7 +20,33 @@ _GIB = 1024**3
 
 def examine_model(directory: Path) -> list[Finding]:
     """Checks a model's folder as a trainer would."""
-    return examine({"architecture": lambda: architecture(directory)})
+    return examine(
+        {
+            "architecture": lambda: architecture(directory),
+            "tokenizer": lambda: tokenizer_ids(directory),
+        }
+    )
+
+
+def tokenizer_ids(directory: Path) -> Finding:
+    """Compares the tokenizer's ids with the rows of the model's embedding.
+
+    Raises:
+        InvalidInput: A file is malformed.
+    """
+    if not (directory / "tokenizer.json").is_file():
+        return note("no tokenizer.json", "copy the tokenizer's files into the folder")
+    tokenizer = Tokenizer.load(directory)
+    known: dict[str, int] = tokenizer.backend.get_vocab(with_added_tokens=True)
+    beyond = {token: id_ for token, id_ in known.items() if id_ >= tokenizer.vocab_size}
+    if not beyond:
+        return ok(f"{len(known)} tokens for an embedding of {tokenizer.vocab_size} rows")
+    first = min(beyond, key=beyond.__getitem__)
+    return missing(
+        f"{len(beyond)} tokens have ids beyond the embedding's {tokenizer.vocab_size} rows "
+        f"(vocab_size in config.json); the first is {first!r}, {beyond[first]}",
+        "resize the model's embedding, or use the tokenizer that belongs to the model",
+    )
 
 
 def architecture(directory: Path) -> Finding:
