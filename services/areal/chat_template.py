@@ -127,7 +127,7 @@ def plain_messages(messages: Any, arguments_as_text: bool = False) -> list[Messa
     Raises:
         InvalidInput: A message or a call in it is malformed.
     """
-    if isinstance(messages, (str, Mapping)) or not messages:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InvalidInput("messages: expected a list of {'role', 'content'} objects")
     return [
         _plain(message, f"messages[{index}]", arguments_as_text)

@@ -136,8 +136,8 @@ class RemoteSGLangEngine:
 
         Raises:
             WorkflowError: No row produced a group.
-            InvalidInput: There are no rows, or the workflow samples at a temperature other than
-                the trainer's.
+            InvalidInput: There are no rows, the workflow samples at a temperature other than the
+                trainer's, or the prompt of a row leaves no room for an answer.
             WaitTimeout: No batch was complete within 3 x `rollout.request_timeout_s`; the message
                 says what was missing.
         """
@@ -157,6 +157,7 @@ class RemoteSGLangEngine:
         ]
         if not tasks:
             raise errors.InvalidInput("rollout_batch(data): expected at least one row, got none")
+        self._check_prompts(workflow, [task.data for task in tasks])
         session.confirm_version()  # else servers that are still loading would sample some of it
         submission = Submission(session, tasks, f"step {step}", self.config.batch_timeout_s)
         while not session.on_rank0(submission.proceed):
@@ -183,6 +184,8 @@ class RemoteSGLangEngine:
                 last finished step, or, while a resumed run replays steps, the served version.
 
         Raises:
+            InvalidInput: The prompt of a row leaves no room for an answer (the message names the
+                row, from 1).
             NotFound: `version` is no longer served, or not published yet.
             WorkflowError: No row produced a result.
             WaitTimeout: The evaluation took longer than 3 x `rollout.request_timeout_s`.
@@ -192,6 +195,7 @@ class RemoteSGLangEngine:
         pinned = session.on_rank0(lambda: evaluation.pinned(session, name, version))
         if (known := evaluation.recorded(session, name, version)) is not None:
             return known
+        self._check_prompts(workflow, rows)
         session.confirm_version()
         tasks = evaluation.tasks_of(session, rows, self._describe(workflow), name, pinned)
         figure = evaluation.measure(session, tasks, name, self.config.batch_timeout_s)

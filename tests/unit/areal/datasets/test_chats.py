@@ -29,6 +29,10 @@ FORGETFUL = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+REWRITING = FORGETFUL.replace("loop.last", "loop.last or m.role != 'assistant'").replace(
+    "{% endfor %}", "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+)
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
@@ -81,7 +85,7 @@ def test_chat_when_of_a_common_family_then_the_prompt_is_what_a_server_would_be_
 
 
 def test_chat_when_the_template_rewrites_turns_then_each_is_learned_as_the_last_one() -> None:
-    tokenizer = with_template(FORGETFUL)
+    tokenizer = with_template(REWRITING)
     chat = [*CHAT[:2], {"role": "assistant", "content": "44"}, *CHAT[3:]]
     first, whole = chat_unit(tokenizer, chat)
     assert first["input_ids"] == tokenizer.apply_chat_template(
@@ -107,9 +111,15 @@ def test_chat_when_marks_are_in_any_spelling_then_they_are_found(edge: str) -> N
 
 
 def test_chat_when_the_template_only_mentions_marks_then_it_has_none() -> None:
-    source = "{# {% generation %} #}{{ '{% generation %}' if false }}" + FORGETFUL
+    source = "{# {% generation %} #}{{ '{% generation %}' if false }}" + REWRITING
     (unit,) = chat_unit(with_template(source), CHAT[:3])
     assert learned(with_template(source), unit) == "|4$"
+
+
+def test_chat_when_the_template_rewrites_the_prompt_then_refused_in_one_line() -> None:
+    with pytest.raises(InvalidInput, match=r"messages\[4\]: .* changes the prompt") as caught:
+        chat_unit(with_template(FORGETFUL), CHAT)
+    assert "\n" not in str(caught.value)
 
 
 def test_chat_when_marks_stop_before_the_end_of_a_turn_then_the_end_is_learned() -> None:
