@@ -40,9 +40,8 @@ class ChatTemplate:
             InvalidInput: The source is not Jinja.
         """
         self._special_tokens = dict(special_tokens)
-        self._template = _compile(source)
-        # The environment counts the marks while it parses.
-        self._marking = _compile(source, _MARK) if self._template.environment.marks else None
+        self._template, marks = _compile(source)
+        self._marking = _compile(source, _MARK)[0] if marks else None
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
         """Returns the template's text.
@@ -190,8 +189,10 @@ def plain_tools(tools: Any) -> list[Message] | None:
     return [json_object(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
 
 
-def _compile(source: str, mark: str = "") -> jinja2.Template:
-    """Templates come from strangers: sandboxed, and with the names that transformers gives them.
+def _compile(source: str, mark: str = "") -> tuple[jinja2.Template, int]:
+    """The template, and the number of its `{% generation %}` marks.
+
+    Templates come from strangers: sandboxed, and with the names that transformers gives them.
 
     `mark`: is written before and after assistant text.
     """
@@ -199,6 +200,8 @@ def _compile(source: str, mark: str = "") -> jinja2.Template:
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    lines: list[int] = []
 
     class Generation(Extension):
         """`{% generation %}` marks assistant text for training masks."""
@@ -208,7 +211,7 @@ def _compile(source: str, mark: str = "") -> jinja2.Template:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            self.environment.marks += 1
+            lines.append(line)
             edge = nodes.Output([nodes.TemplateData(mark)], lineno=line)
             # What is set inside stays inside, as in transformers.
             return nodes.Scope([edge, *body, edge] if mark else body, lineno=line)
@@ -234,11 +237,10 @@ def _compile(source: str, mark: str = "") -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.extend(marks=0)
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment.from_string(source)
+        return environment.from_string(source), len(lines)
     except jinja2.TemplateError as error:
         raise InvalidInput(f"chat template: {error}") from None

@@ -191,7 +191,7 @@ def test_tools_when_malformed_then_refused_and_named(tools: Any) -> None:
 
 
 def test_template_when_it_fails_in_any_way_then_invalid_input() -> None:
-    for source in ("{{ 1 / 0 }}", "{{ messages[0].content.x.y }}", "{{ range(10**9) }}", "{{ messages | tojson(indent=messages) }}"):  # fmt: skip
+    for source in ("{{ 1 / 0 }}", "{{ messages[0].content.x.y }}", "{{ range(10**9) }}"):
         with pytest.raises(InvalidInput, match="messages: "):
             of(source).render_chat([ASK])
 
