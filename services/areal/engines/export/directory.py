@@ -83,6 +83,10 @@ def write_directory(
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if getattr(hf, "generation_config", None) is not None:
         hf.generation_config.save_pretrained(directory)
+    _copy_tokenizer(source, directory)
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
     if source.resolve() == directory.resolve():
         return
     for name in _TOKENIZER_FILES:
