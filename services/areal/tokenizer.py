@@ -105,14 +105,14 @@ class Tokenizer:
         for source in (generation, model):
             value = source.get("eos_token_id")
             eos += value if isinstance(value, list) else [value] if value is not None else []
-        text = {**model, **(model.get("text_config") or {})}
+        text_config = {**model, **(model.get("text_config") or {})}
         return cls(
             backend,
             chat_template=_chat_templates(tokenizer_dir, config.get("chat_template")),
             special_tokens=special_tokens,
             eos_token_ids=list(dict.fromkeys(int(e) for e in eos)),
-            vocab_size=model.get("vocab_size") or text.get("vocab_size"),
-            longest=longest_input(text),
+            vocab_size=model.get("vocab_size") or text_config.get("vocab_size"),
+            longest=longest_input(text_config),
         )
 
     @property
