@@ -335,11 +335,9 @@ class _Chat:
 
     def next(self, turn: int) -> int | None:
         """The token that ends the last turn, where it is the first one of the next turn (GLM)."""
-        answer = plain_messages(self._messages)[turn]
         # Reasoning may go when a turn follows, and with it what both texts begin with.
-        answer = {key: value for key, value in answer.items() if key not in REASONING}
-        if isinstance(content := answer.get("content"), str):
-            answer["content"] = content.rpartition("</think>")[2]
+        before = [_without_thought(each) for each in plain_messages(self._messages)[: turn + 1]]
+        answer = before[-1]
         following = {"role": "user", "content": "?"}
         if turn + 1 < len(self._messages):
             following = self._messages[turn + 1]
@@ -347,10 +345,8 @@ class _Chat:
             name = (calls[0].get("function") or calls[0]).get("name", "")
             known = calls[0].get("id", "")
             following = {"role": "tool", "content": "?", "name": name, "tool_call_id": known}
-        before = self._messages[:turn]
         try:
-            text = self._render([*before, answer])
-            longer = self._render([*before, answer, following])
+            text, longer = self._render(before), self._render([*before, following])
         except InvalidInput:
             return None  # nothing may follow this turn
         if not longer.startswith(text):
@@ -377,3 +373,10 @@ def _common(one: str, other: str) -> str:
     """What both texts begin with."""
     pairs = zip(one, other, strict=False)
     return one[: next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
+
+
+def _without_thought(message: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in message.items() if key not in REASONING}
+    if message["role"] == "assistant" and isinstance(content := kept.get("content"), str):
+        kept["content"] = content.rpartition("</think>")[2]
+    return kept

@@ -62,10 +62,11 @@ FAMILIES = {
         ["<|end|>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"],
         [], ["<|endoftext|>", "<|end|>"], tools=False, calls=0,
     ),
+    # Reasoning before a call goes once the answer follows: such chats are refused.
     "gpt-oss": Family(
         ["<|return|>", "<|call|>", "<|endoftext|>", "<|end|>", "<|start|>", "<|channel|>",
          "<|message|>"],
-        [], ["<|return|>", "<|call|>", "<|endoftext|>"], calls=1, reasoning=True,
+        [], ["<|return|>", "<|call|>", "<|endoftext|>"], calls=1, reasoning=False,
         text_beside_call=False,
     ),
     "smollm3": Family(
@@ -101,9 +102,8 @@ TEXT = st.text("ab é数\n'{}", max_size=6)
 @cache
 def both(name: str) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
     family = FAMILIES[name]
-    ours = chat_families.build(
-        chat_families.template(name), family.special, family.added, family.ends
-    )
+    special = list(dict.fromkeys([*family.special, "<|begin_of_text|>"]))
+    ours = chat_families.build(chat_families.template(name), special, family.added, family.ends)
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=ours.backend,
         chat_template=ours.chat_template,
