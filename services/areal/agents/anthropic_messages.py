@@ -31,7 +31,7 @@ from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import count, get, need, objects, refuse, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
-from areal.json_text import json_object
+from areal.tokenizer.json_text import json_object
 from areal.workflows.rendering import Message as ChatMessage
 
 Stop = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]

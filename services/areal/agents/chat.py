@@ -15,8 +15,8 @@ import orjson
 from areal.agents.constraints import Required
 from areal.agents.partial import split_reasoning
 from areal.errors import InvalidInput
-from areal.json_text import dumps, loads
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.json_text import dumps, loads
 from areal.types import LLMResponse, StopReason
 from areal.workflows.rendering import Message, Reply
 

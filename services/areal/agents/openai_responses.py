@@ -32,8 +32,8 @@ from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import count, get, need, number_of, objects, refuse
 from areal.errors import InvalidInput, NotFound
-from areal.json_text import json_object
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.json_text import json_object
 from areal.workflows.rendering import Message
 
 KIND = "resp"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.errors import InvalidInput
-from areal.json_text import loads
+from areal.tokenizer.json_text import loads
 
 
 def load_jsonl(path: str | Path) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal.chat_template import Message, plain_messages
 from areal.errors import InvalidInput
+from areal.tokenizer.chat_template import Message, plain_messages
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import zstandard
 
 from areal import images
 from areal.errors import InvalidInput
-from areal.json_text import dumps, loads
+from areal.tokenizer.json_text import dumps, loads
 from areal.types import (
     Purpose,
     StopReason,
@@ -306,7 +306,7 @@ def workflow_from_pb(message: pb.WorkflowSpec) -> WorkflowSpec:
     return WorkflowSpec(message.name, message.recipe_digest, message.kwargs_json or "{}")
 
 
-def _row_json(row: dict[str, Any]) -> str:
+def row_json(row: dict[str, Any]) -> str:
     """Encodes a row; its images as data URLs."""
     try:
         return dumps(row, images.portable, orjson.OPT_SERIALIZE_NUMPY).decode()
@@ -326,7 +326,7 @@ def task_to_pb(task: Task) -> pb.Task:
             name=task.workflow.name,
             kwargs_json=task.workflow.kwargs_json,
         ),
-        data_json=_row_json(task.data),
+        data_json=row_json(task.data),
         traceparent=task.traceparent,
     )
     if task.position is not None:

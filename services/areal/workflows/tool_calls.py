@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from areal.chat_template import plain_tools
 from areal.errors import InvalidInput, Unavailable
+from areal.tokenizer.chat_template import plain_tools
 from areal.workflows.mcp_tools import Connection
 from areal.workflows.rendering import Message, ToolCall
 from areal.workflows.threads import BlockingCalls, TooManyHung

@@ -13,12 +13,12 @@ import orjson
 
 from areal.clients.reward import item_to_pb, score_from_pb
 from areal.errors import InvalidInput
-from areal.json_text import dumps
 from areal.protocol.scores import ScoreFailure, ScoreItem
 from areal.recipe import find_function
 from areal.rewards import builtin_reward
 from areal.rewards.functions import RewardFunction, failure, raised, too_slow
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.json_text import dumps
 from areal.types import LLMRequest, LLMResponse, StopReason
 from areal.v1 import reward_service_pb2 as pb
 from areal_rollout.check.report import Report

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.errors import InvalidInput
-from areal.json_text import dumps, json_object, loads
 from areal.protocol.trajectories import task_from_pb, task_to_pb
+from areal.tokenizer.json_text import dumps, json_object, loads
 from areal.types import Purpose, Task, WorkflowSpec
 
 VALUES = st.recursive(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from areal.chat_fields import refuse_left_out
-from areal.chat_template import ChatTemplate, plain_tools
 from areal.errors import InvalidInput
+from areal.tokenizer.chat_fields import refuse_left_out
+from areal.tokenizer.chat_template import ChatTemplate, plain_tools
 
 if TYPE_CHECKING:
     import tokenizers

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from areal.chat_template import REASONING, Message, plain_messages, plain_tools
 from areal.errors import InvalidInput
+from areal.tokenizer.chat_template import REASONING, Message, plain_messages, plain_tools
 
 Render = Callable[[Sequence[Message], Sequence[Message] | None], str]
 """Returns the text of a conversation and its tools, without the header of another answer."""

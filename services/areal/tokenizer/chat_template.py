@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from areal.errors import InvalidInput
-from areal.json_text import json_object, loads
+from areal.tokenizer.json_text import json_object, loads
 
 if TYPE_CHECKING:
     import jinja2
