@@ -5,10 +5,11 @@ r"""Distillation: a student learns what its teacher would say, without servers o
         teacher=/models/Qwen2.5-7B-Instruct train_dataset.path=chats.jsonl actor.optimizer.lr=1e-5
     areal run examples/distill.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
-Rows are chats: {"messages": [{"role", "content"}, …]}. Held-out rows are those of the split `test`;
-they are held out of the file if the rows are a single file. In the assistant's turns, the student
-learns the probabilities of the teacher's `k` likeliest tokens, not the token in the row. Both
-models must have the same vocabulary. The trainer loads the teacher as a frozen model.
+Rows are chats: {"messages": [{"role", "content"}, …], "tools": […] if they have some}. Held-out
+rows are those of the split `test`; they are held out of the file if the rows are a single file. In
+the assistant's turns, the student learns the probabilities of the teacher's `k` likeliest tokens, not
+the token in the row. Both models must have the same vocabulary. The trainer loads the teacher as a
+frozen model.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
-from areal.datasets.chats import chat_unit
+from areal.datasets.chats import chat_units
 from areal.datasets.heldout import hold_out, train_and_heldout
 from areal.datasets.preferences import GENERATED, sorted_digits
 from areal.tokenizer import Tokenizer
@@ -45,9 +46,7 @@ def units_of(config: Config, model: str) -> tuple[list, list]:
         train, heldout = hold_out(generated(config.seed), count)
     else:
         train, heldout = train_and_heldout(path, count)
-    return tuple(
-        [chat_unit(tokenizer, row["messages"]) for row in part] for part in (train, heldout)
-    )
+    return chat_units(tokenizer, train), chat_units(tokenizer, heldout)
 
 
 def generated(seed: int) -> list[dict]:

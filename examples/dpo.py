@@ -7,8 +7,9 @@ r"""DPO, IPO or SimPO: a model learns from pairs of answers, without servers or 
     areal run examples/dpo.py actor.lora={} actor.optimizer.lr=3e-3   # the reference is the actor
                                                                       # without its adapters
 
-Rows are {"prompt", "chosen", "rejected"}: texts, or lists of messages. Held-out rows are those
-of the split `test`; they are held out of the file if the rows are a single file.
+Rows are {"prompt", "chosen", "rejected"}, and "tools" if they have some: texts, or lists of
+messages, in any of the forms that `pair_unit` lists. Held-out rows are those of the split `test`;
+they are held out of the file if the rows are a single file.
 """
 
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
-from areal.datasets.chats import pair_unit
+from areal.datasets.chats import pair_units
 from areal.datasets.heldout import hold_out, train_and_heldout
 from areal.datasets.preferences import GENERATED, sorted_digits
 from areal.tokenizer import Tokenizer
@@ -54,7 +55,7 @@ def main(argv):
         if path == GENERATED
         else train_and_heldout(path, count)
     )
-    train, heldout = ([pair_unit(tokenizer, row) for row in rows] for rows in parts)
+    train, heldout = (pair_units(tokenizer, rows) for rows in parts)
 
     def compared(batches):
         """Adds the reference model's logprobs of the answers to each batch."""

@@ -5,10 +5,10 @@ r"""Fine-tuning on worked answers to grade-school mathematics, without servers o
         train_dataset.path=hf://openai/gsm8k/main actor.optimizer.lr=1e-5   # or a folder
     areal run examples/gsm8k_sft.py actor.lora={} actor.optimizer.lr=1e-2   # adapters only
 
-Rows are GSM8K's {"question", "answer"}, or chats: {"messages": [{"role", "content"}, …]}. The
-loss covers the assistant's turns. Held-out rows are those of the split `test`; they are held out of
-the file if the rows are a single file. The model is written to runs/…/model, a folder that
-transformers and SGLang can load.
+Rows are GSM8K's {"question", "answer"}, or chats: {"messages": [{"role", "content"}, …],
+"tools": […] if they have some}. The loss covers the assistant's turns. Held-out rows are those of
+the split `test`; they are held out of the file if the rows are a single file. The model is written
+to runs/…/model, a folder that transformers and SGLang can load.
 """
 
 import random
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
-from areal.datasets.chats import chat_unit
+from areal.datasets.chats import chat_units
 from areal.datasets.heldout import hold_out, train_and_heldout
 from areal.tokenizer import Tokenizer
 
@@ -33,12 +33,12 @@ class Config(GRPOConfig):
     """Steps between two evaluations."""
 
 
-def messages_of(row: dict) -> list[dict]:
-    """Returns the chat of a row: a GSM8K row is converted; a chat stays as it is."""
+def chat_of(row: dict) -> dict:
+    """Returns a row with a chat: a GSM8K row is converted; a chat stays as it is."""
     if "messages" in row:
-        return row["messages"]
+        return row
     question = {"role": "user", "content": row["question"]}
-    return [question, {"role": "assistant", "content": row["answer"]}]
+    return {"messages": [question, {"role": "assistant", "content": row["answer"]}]}
 
 
 def main(argv):
@@ -49,7 +49,7 @@ def main(argv):
     tokenizer = Tokenizer.load(Path(config.model.path))
 
     train, heldout = (
-        [chat_unit(tokenizer, messages_of(row)) for row in rows] for rows in rows_of(config)
+        chat_units(tokenizer, [chat_of(row) for row in rows]) for rows in rows_of(config)
     )
 
     def evaluate(name: str) -> None:

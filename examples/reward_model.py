@@ -5,16 +5,17 @@ r"""A reward model trained on pairs of answers (Bradley-Terry), without servers 
         train_dataset.path=pairs.jsonl actor.optimizer.lr=1e-5
     areal run examples/reward_model.py actor.lora={} actor.optimizer.lr=3e-3
 
-Rows are {"prompt", "chosen", "rejected"}: texts, or lists of messages. Held-out rows are those
-of the split `test`; they are held out of the file if the rows are a single file. The model is
-written to runs/…/model: a sequence classifier with one class.
+Rows are {"prompt", "chosen", "rejected"}, and "tools" if they have some: texts, or lists of
+messages, in any of the forms that `pair_unit` lists. Held-out rows are those of the split `test`;
+they are held out of the file if the rows are a single file. The model is written to
+runs/…/model: a sequence classifier with one class.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal import GRPOConfig, OfflineTrainer, load_expr_config
-from areal.datasets.chats import pair_unit
+from areal.datasets.chats import pair_units
 from areal.datasets.heldout import hold_out, train_and_heldout
 from areal.datasets.preferences import GENERATED, sorted_digits
 from areal.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ def main(argv):
         if path == GENERATED
         else train_and_heldout(path, count)
     )
-    train, heldout = ([pair_unit(tokenizer, row) for row in rows] for rows in parts)
+    train, heldout = (pair_units(tokenizer, rows) for rows in parts)
 
     for batch in model.batches(train):
         model.finish_step(train_reward_model(model.engine, batch))

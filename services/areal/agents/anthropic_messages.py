@@ -26,11 +26,12 @@ from anthropic.types import (
 from anthropic.types.raw_message_delta_event import Delta
 from pydantic import BaseModel
 
-from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
+from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import count, get, need, objects, refuse, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
+from areal.tokenizer.json_text import json_object
 from areal.workflows.rendering import Message as ChatMessage
 
 Stop = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -110,7 +111,7 @@ def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
         if kind == "tool_use" and role == "assistant":
             function = {
                 "name": need(block, "name", str, f"{at}."),
-                "arguments": arguments_of(block.get("input"), f"{at}.input"),
+                "arguments": json_object(block.get("input"), f"{at}.input"),
             }
             known = need(block, "id", str, f"{at}.")
             calls.append({"id": known, "type": "function", "function": function})

@@ -16,6 +16,7 @@ from areal.agents.constraints import Required
 from areal.agents.partial import split_reasoning
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.json_text import dumps, loads
 from areal.types import LLMResponse, StopReason
 from areal.workflows.rendering import Message, Reply
 
@@ -208,15 +209,15 @@ class Kept:
     @classmethod
     def read(cls, content: str) -> Self:
         """What `write` has written."""
-        return cls(**orjson.loads(content))
+        return cls(**loads(content))
 
     def write(self) -> str:
         """As JSON."""
-        return orjson.dumps(self).decode()
+        return dumps(vars(self)).decode()
 
 
 def _digest(value: Any) -> str:
-    content = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    content = dumps(value, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -250,15 +251,3 @@ def text_of(content: Any, where: str) -> str:
             raise InvalidInput(f"{where}[{index}]: a part of type {kind!r}: expected text")
         texts.append(part["text"])
     return "".join(texts)
-
-
-def arguments_of(value: Any, where: str) -> dict[str, Any]:
-    """A call's arguments as an object; raises InvalidInput."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value or "{}")
-        except ValueError:
-            raise InvalidInput(f"{where}: not JSON: {value[:80]!r}") from None
-    if not isinstance(value, dict):
-        raise InvalidInput(f"{where}: expected a JSON object")
-    return value

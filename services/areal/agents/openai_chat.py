@@ -22,12 +22,13 @@ from openai.types.chat.chat_completion_message_function_tool_call import (
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 from openai.types.completion_usage import CompletionUsage
 
-from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
+from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import count, get, need, objects, refuse, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.json_text import json_object
 from areal.workflows.rendering import Message
 
 MAX_N = 128
@@ -104,7 +105,7 @@ def _message(message: Message, where: str) -> Message:
 def _call(call: Message, where: str) -> Message:
     function = need(call, "function", dict, where)
     name = need(function, "name", str, f"{where}function.")
-    arguments = arguments_of(function.get("arguments"), f"{where}function.arguments")
+    arguments = json_object(function.get("arguments"), f"{where}function.arguments")
     return {
         "id": get(call, "id", str, where) or "",
         "type": "function",

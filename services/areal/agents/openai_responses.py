@@ -28,11 +28,12 @@ from openai.types.responses.response_output_text import Logprob
 from openai.types.responses.response_reasoning_item import Content
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 
-from areal.agents.chat import Answer, ChatRequest, arguments_of, text_of
+from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import count, get, need, number_of, objects, refuse
 from areal.errors import InvalidInput, NotFound
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.json_text import json_object
 from areal.workflows.rendering import Message
 
 KIND = "resp"
@@ -170,7 +171,7 @@ def _message(item: Message, where: str) -> Message:
 def _call(item: Message, where: str) -> Message:
     function = {
         "name": need(item, "name", str, f"{where}."),
-        "arguments": arguments_of(item.get("arguments"), f"{where}.arguments"),
+        "arguments": json_object(item.get("arguments"), f"{where}.arguments"),
     }
     known = need(item, "call_id", str, f"{where}.")
     return {"id": known, "type": "function", "function": function}

@@ -10,6 +10,7 @@ import orjson
 
 from areal.clients.base import CallPolicy, Client, Policies
 from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
+from areal.protocol.trajectories import row_json
 from areal.types import Score
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
@@ -64,7 +65,7 @@ class RewardClient(Client):
         for item in items:
             data_json = encoded.get(id(item.data))
             if data_json is None:
-                data_json = orjson.dumps(item.data, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+                data_json = row_json(item.data)
                 encoded[id(item.data)] = data_json
             request.items.append(item_to_pb(item, data_json))
         response = await self.call(self._stub.Score, request)

@@ -51,8 +51,8 @@ class DatasetConfig:
     """The training rows."""
 
     path: str = ""
-    """A .jsonl or .parquet file, a folder of them, `hf://org/name[/config][@revision]`, or a name
-    that the recipe understands."""
+    """A .jsonl, .json or .parquet file, a folder of them, `hf://org/name[/config][@revision]`, or a
+    name that the recipe understands."""
     batch_size: Annotated[int, Ge(1)] = 64
     """Groups per train step (B); in a run without servers, rows per train step."""
 

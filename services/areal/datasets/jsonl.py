@@ -1,43 +1,64 @@
-"""Rows from a .jsonl file."""
+"""Rows from a .jsonl file, or from a .json file with one array of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from areal.errors import InvalidInput
+from areal.tokenizer.json_text import loads
 
 
 def load_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Returns the rows of a JSON Lines file (one JSON object per line), in order.
 
+    Integers stay integers, whatever their size. A file with the suffix .json may also contain one
+    array of objects.
+
     Args:
-        path: The file. All of it is read into memory. Blank lines are skipped.
+        path: The file, in UTF-8. All of it is read into memory. Blank lines are skipped.
 
     Raises:
         InvalidInput: The file cannot be read or has no rows, or a line is not a JSON object. For
             such a line, the message begins with `FILE:LINE:`.
     """
-    rows: list[dict[str, Any]] = []
+    place = Path(path)
     try:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    reason = f"{error.msg}, column {error.colno}"
-                    raise InvalidInput(f"{path}:{number}: not JSON ({reason})") from None
-                if not isinstance(row, dict):
-                    raise InvalidInput(
-                        f"{path}:{number}: expected a JSON object, got {type(row).__name__}"
-                    )
-                rows.append(row)
+        content = place.read_bytes()
     except OSError as error:
         raise InvalidInput(f"dataset {str(path)!r}: cannot be read: {error.strerror}") from None
+    if place.suffix == ".json" and content.lstrip()[:1] == b"[":
+        rows = list(_objects(_array(path, content), f"{path}: row "))
+    else:
+        rows = list(_objects(_lines(path, content), f"{path}:"))
     if not rows:
         raise InvalidInput(f"dataset {str(path)!r}: has no rows")
     return rows
+
+
+def _lines(path: str | Path, content: bytes) -> Iterator[tuple[int, Any]]:
+    # Of bytes: `str.splitlines` would also split at the line separators inside of texts.
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            yield number, _value(line, f"{path}:{number}")
+
+
+def _array(path: str | Path, content: bytes) -> Iterator[tuple[int, Any]]:
+    return enumerate(_value(content, str(path)), start=1)
+
+
+def _value(content: bytes, where: str) -> Any:
+    try:
+        return loads(content)
+    except ValueError as error:
+        raise InvalidInput(f"{where}: not JSON ({error})") from None
+
+
+def _objects(values: Iterable[tuple[int, Any]], where: str) -> Iterator[dict[str, Any]]:
+    for number, value in values:
+        if not isinstance(value, dict):
+            raise InvalidInput(
+                f"{where}{number}: expected a JSON object, got {type(value).__name__}"
+            )
+        yield value

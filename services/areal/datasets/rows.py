@@ -2,13 +2,17 @@
 
 | address                               | rows                                                |
 |---------------------------------------|-----------------------------------------------------|
-| `rows.jsonl`, `rows.parquet`          | all of the file's; it has no other split            |
+| `rows.jsonl`, `rows.json`,            | all of the file's; it has no other split. A .json   |
+| `rows.parquet`                        | file has one row per line, or one array of rows     |
 | `folder`                              | of its files that are named after the split         |
 | `hf://org/name[/config][@revision]`   | the same, of a repository of the Hub                |
 
 A file belongs to the split `train` if it or its folder has that name: `train.jsonl`,
 `main/train-00000-of-00002.parquet`, `train/0000.parquet`. If a dataset has only files of other
 formats, the Hub's own conversion to Parquet is read.
+
+A Parquet file pads: each object has the keys of all. Keys without a value are left out, so that its
+rows are those of the JSON Lines file that it was made from.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from areal.datasets.jsonl import load_jsonl
 from areal.errors import InvalidInput, Unavailable
 
 # The one that there are files of is read; Parquet first.
-_FORMATS = (".parquet", ".jsonl")
+_FORMATS = (".parquet", ".jsonl", ".json")
 _ANSWER_S = 30.0  # of the Hub, to a question that is not a download
 # A branch that the Hub makes itself.
 _CONVERTED = "refs/convert/parquet"
@@ -32,7 +36,7 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
     """Returns the rows of a file, a folder, or a dataset on the Hugging Face Hub.
 
     Args:
-        address: A .jsonl or .parquet file, a folder of such files, or a dataset on the Hub,
+        address: A .jsonl, .json or .parquet file, a folder of such files, or a dataset on the Hub,
             `hf://org/name[/config][@revision]`.
         split: The split to read from a folder or dataset: the files that are named after the split
             or are in a folder of that name. A single file is the split `train`, and the one that it
@@ -93,7 +97,8 @@ def _from_revision(
     disable_progress_bars()
     try:
         info = HfApi().dataset_info(name, revision=revision, timeout=_ANSWER_S)
-        files = [each.rfilename for each in info.siblings or []]
+        # Of .json files, which have many forms, the Hub's conversion is read.
+        files = [e.rfilename for e in info.siblings or [] if not e.rfilename.endswith(".json")]
         inside = [each for each in files if config is None or config in PurePosixPath(each).parts]
         chosen = _of_split(inside, split, address)
         folder = snapshot_download(
@@ -122,9 +127,17 @@ class NoSplitError(InvalidInput):
 
 def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
     """The files of a split, in order: all of one form and one config."""
-    listed = sorted(each for each in files if each.endswith(_FORMATS))
+    # Folders have .json files that are no rows (dataset_infos.json).
+    listed = sorted(
+        each
+        for each in files
+        if each.endswith(_FORMATS)
+        and (PurePosixPath(each).suffix != ".json" or _is_of(PurePosixPath(each), split))
+    )
     if not listed:
-        raise _NoFilesError(f"dataset {address}: no {' or '.join(_FORMATS)} files there")
+        raise _NoFilesError(
+            f"dataset {address}: no {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]} files there"
+        )
     mine = [each for each in listed if _is_of(PurePosixPath(each), split)]
     if not mine:
         shown = ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "")
@@ -162,7 +175,16 @@ def _read_file(file: Path) -> list[dict[str, Any]]:
     from pyarrow import parquet
 
     try:
-        rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
-    except (OSError, pa.ArrowException) as error:
+        rows = parquet.read_table(file).to_pylist(maps_as_pydicts="strict")
+    except (OSError, pa.ArrowException, KeyError) as error:
         raise InvalidInput(f"dataset {str(file)!r}: {' '.join(str(error).split())}") from None
-    return rows
+    return [_unpadded(row) for row in rows]
+
+
+def _unpadded(value: Any) -> Any:
+    """The value without the keys that Parquet adds to objects that lack them."""
+    if isinstance(value, dict):
+        return {key: _unpadded(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_unpadded(each) for each in value]
+    return value

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.config.training import TrainEngineConfig
-from areal.datasets.chats import Unit
+from areal.datasets.chats import Pair, Unit, check_units
 from areal.datasets.loader import StatefulLoader
 from areal.errors import InvalidInput
 from areal.training.metric_names import named
@@ -75,11 +75,14 @@ class OfflineTrainer:
         batch.
 
         Args:
-            units: The training data, each unit made by `chat_unit` or `pair_unit`.
+            units: The training data, each unit made by `chat_unit` or `pair_unit`, or all of
+                them by `chat_units` or `pair_units`.
 
         Raises:
-            InvalidInput: There are no units, or `finish_step` was not called after a batch.
+            InvalidInput: There are no units, one has more tokens or other ids than the model takes
+                (the message names it, from 1), or `finish_step` was not called after a batch.
         """
+        self._check(units)
         config = self.session.config
         loader = StatefulLoader([{"unit": unit} for unit in units], seed=config.seed)
         count = config.train_dataset.batch_size
@@ -97,8 +100,13 @@ class OfflineTrainer:
 
         Pass all chunks to one call (`evaluate_lm(model.engine, model.chunks(units))`).
         """
+        self._check(units)
         for begin in range(0, len(units), _EVALUATED_AT_ONCE):
             yield self.share(units[begin : begin + _EVALUATED_AT_ONCE])
+
+    def _check(self, units: Sequence[Unit]) -> None:
+        model = self.engine.model
+        check_units(units, model.longest, model.vocab_size)
 
     def share(self, units: Sequence[Unit]) -> Batch:
         """Returns this rank's share of the units as a packed batch.
@@ -119,7 +127,7 @@ class OfflineTrainer:
             batch = packing.select(whole, [])
         else:
             batch = packing.pack(sequences, groups)
-        if len(units[0]) == 2:
+        if isinstance(units[0], Pair):
             batch["chosen"] = torch.arange(len(sequences)) % 2 == 0
         return batch
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal.datasets.chats import answer_ids
 from areal.errors import InvalidInput
 from areal.models.directory import read_config
 from areal.tokenizer import Tokenizer
@@ -72,12 +73,13 @@ class RewardModel:
         self._device = device
         self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
 
-    async def __call__(self, completion: str, messages: Any) -> float:
+    async def __call__(self, completion: str, messages: Any, tools: Any = None) -> float:
         """The score of an answer.
 
         Args:
             completion: The answer.
             messages: The conversation that it answers: the row's `messages`.
+            tools: The JSON schemas of the tools that the conversation offers: the row's `tools`.
 
         Raises:
             InvalidInput: The chat template refuses them.
@@ -86,13 +88,13 @@ class RewardModel:
         if not self._waiting:
             loop.call_soon(self._score_waiting)
         scored: asyncio.Future[float] = loop.create_future()
-        self._waiting.append((self._ids(messages, completion), scored))
+        self._waiting.append((self._ids(messages, completion, tools), scored))
         return await scored
 
-    def _ids(self, messages: Any, completion: str) -> list[int]:
+    def _ids(self, messages: Any, completion: str, tools: Any) -> list[int]:
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         whole = [*asked, {"role": "assistant", "content": completion}]
-        return self._tokenizer.apply_chat_template(whole, add_generation_prompt=False)
+        return answer_ids(self._tokenizer, whole, tools)  # as in training
 
     def _score_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -11,18 +11,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from areal import errors
 from areal.config.services import RolloutConfig
 from areal.engines.task_feeder import RowLoader, TaskFeeder
 from areal.protocol.leases import Take, TakeState
+from areal.tokenizer import Tokenizer
 from areal.training import evaluation
 from areal.training.ledger import POLL_S
 from areal.training.session import TrainerSession, current_session
 from areal.training.submission import Submission
 from areal.types import GenerationHyperparameters, Purpose, Task, WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
+from areal.workflows.rlvr import check_prompts
 from areal.workflows.specs import describe_workflow, recipe_of
 
 # One poll while the ledger refuses rows: so soon may they be offered again.
@@ -89,8 +92,9 @@ class RemoteSGLangEngine:
 
         Raises:
             InvalidInput: The workflow samples at a temperature other than the trainer's, there is a
-                `dataloader` but no workflow, or the step has a batch already (`upload_weights` was
-                not called since).
+                `dataloader` but no workflow, the step has a batch already (`upload_weights` was not
+                called since), or the prompt of a row leaves no room for an answer (the message
+                names the row, from 1).
             WorkflowError: The loader has no rows left.
             WaitTimeout: No batch was complete within 3 x `rollout.request_timeout_s`; the message
                 says what was missing.
@@ -103,7 +107,9 @@ class RemoteSGLangEngine:
                 )
             check_sampling(workflow, self.session.config.gconfig.temperature)
             spec = self._describe(workflow)
-            self._feeder = self._feeder or TaskFeeder(self.session, dataloader)
+            if self._feeder is None:
+                self._check_prompts(workflow, getattr(dataloader, "rows", ()))
+                self._feeder = TaskFeeder(self.session, dataloader)
             feeding = Feeding(self._feeder, spec)
         self.session.begin_step()
         if feeding is not None:
@@ -131,8 +137,8 @@ class RemoteSGLangEngine:
 
         Raises:
             WorkflowError: No row produced a group.
-            InvalidInput: There are no rows, or the workflow samples at a temperature other than
-                the trainer's.
+            InvalidInput: There are no rows, the workflow samples at a temperature other than the
+                trainer's, or the prompt of a row leaves no room for an answer.
             WaitTimeout: No batch was complete within 3 x `rollout.request_timeout_s`; the message
                 says what was missing.
         """
@@ -152,6 +158,7 @@ class RemoteSGLangEngine:
         ]
         if not tasks:
             raise errors.InvalidInput("rollout_batch(data): expected at least one row, got none")
+        self._check_prompts(workflow, [task.data for task in tasks])
         session.confirm_version()  # else servers that are still loading would sample some of it
         submission = Submission(session, tasks, f"step {step}", self.config.batch_timeout_s)
         while not session.on_rank0(submission.proceed):
@@ -182,6 +189,8 @@ class RemoteSGLangEngine:
                 last finished step, or, while a resumed run replays steps, the served version.
 
         Raises:
+            InvalidInput: The prompt of a row leaves no room for an answer (the message names the
+                row, from 1).
             NotFound: `version` is no longer served, or not published yet.
             WorkflowError: No row produced a result.
             WaitTimeout: The evaluation took longer than 3 x `rollout.request_timeout_s`.
@@ -191,10 +200,22 @@ class RemoteSGLangEngine:
         pinned = session.on_rank0(lambda: evaluation.pinned(session, name, version))
         if (known := evaluation.recorded(session, name, version)) is not None:
             return known
+        self._check_prompts(workflow, rows)
         session.confirm_version()
         tasks = evaluation.tasks_of(session, rows, self._describe(workflow), name, pinned)
         figure = evaluation.measure(session, tasks, name, self.config.batch_timeout_s)
         return evaluation.record(session, name, figure)
+
+    def _check_prompts(self, workflow: RolloutWorkflow, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses rows that no server would take, before the first step."""
+        model = self.session.config.model
+
+        def check() -> None:
+            check_prompts(
+                workflow, rows, lambda: Tokenizer.load(Path(model.path)), model.context_length
+            )
+
+        self.session.on_rank0(check)
 
     def _describe(self, workflow: RolloutWorkflow) -> WorkflowSpec:
         """Describes the workflow by digest and stores the recipe's source, once."""

@@ -142,6 +142,7 @@ class TrainStep:
             raise InvalidInput("optimizer=None: expected an optimizer to train a model")
         packing.check_batch(batch)
         self.model.check_images(batch, self._mesh.layout.per_share)
+        self.model.check_tokens(batch)
         self._gathered = so_far = self._gathered or _Gathered()
         so_far.batch = batch
         so_far.tokens += len(batch["input_ids"])
@@ -294,6 +295,7 @@ class TrainStep:
     def read(self, batch: Batch, head: Head) -> tuple[Tensor, Tensor]:
         packing.check_batch(batch)
         self.model.check_images(batch, self._mesh.layout.per_share)
+        self.model.check_tokens(batch)
         found: tuple[Tensor, ...] = ()
         with torch.no_grad():
             for index, mb in self._micro_batches(batch):

@@ -24,7 +24,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     file = directory / "config.json"
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise InvalidInput(f"model {str(directory)!r}: {file.name}: {error.strerror}") from None
     except ValueError as error:

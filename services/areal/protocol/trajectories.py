@@ -18,6 +18,7 @@ import zstandard
 
 from areal import images
 from areal.errors import InvalidInput
+from areal.tokenizer.json_text import dumps, loads
 from areal.types import (
     Purpose,
     StopReason,
@@ -305,10 +306,10 @@ def workflow_from_pb(message: pb.WorkflowSpec) -> WorkflowSpec:
     return WorkflowSpec(message.name, message.recipe_digest, message.kwargs_json or "{}")
 
 
-def _row_json(row: dict[str, Any]) -> str:
+def row_json(row: dict[str, Any]) -> str:
     """Encodes a row; its images as data URLs."""
     try:
-        return orjson.dumps(row, images.portable, orjson.OPT_SERIALIZE_NUMPY).decode()
+        return dumps(row, images.portable, orjson.OPT_SERIALIZE_NUMPY).decode()
     except orjson.JSONEncodeError as error:
         if isinstance(error.__cause__, InvalidInput):
             raise error.__cause__ from None
@@ -325,7 +326,7 @@ def task_to_pb(task: Task) -> pb.Task:
             name=task.workflow.name,
             kwargs_json=task.workflow.kwargs_json,
         ),
-        data_json=_row_json(task.data),
+        data_json=row_json(task.data),
         traceparent=task.traceparent,
     )
     if task.position is not None:
@@ -340,8 +341,8 @@ def task_to_pb(task: Task) -> pb.Task:
 def parse_json_object(text: str, field: str) -> dict[str, Any]:
     """Parses a JSON object; raises InvalidInput naming the field."""
     try:
-        value = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError as error:
+        value = loads(text or "{}")
+    except ValueError as error:
         raise InvalidInput(f"{field}: not JSON ({error})") from None
     if not isinstance(value, dict):
         raise InvalidInput(f"{field}: expected a JSON object, got {type(value).__name__}")
@@ -351,7 +352,7 @@ def parse_json_object(text: str, field: str) -> dict[str, Any]:
         for _ in range(_WRITER_DEPTH - _MAX_DEPTH):
             inside = [inside]
         try:
-            orjson.dumps(inside)
+            dumps(inside)
         except orjson.JSONEncodeError:
             raise InvalidInput(
                 f"{field}: nested too deep, expected {_MAX_DEPTH} levels at most"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from areal.errors import InvalidInput
+from areal.tokenizer.chat_template import plain_tools
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Trajectory
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow
 from areal.workflows.conversation import Conversation
@@ -18,7 +19,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     A conversation ends after an answer whose reward is above 0, after `max_turns` answers, or when
     the context is full. The conversation's reward is that of its last answer, multiplied by
-    `turn_discount` once for each earlier answer.
+    `turn_discount` once for each earlier answer. A row may have `tools`, as in `RLVRWorkflow`.
 
     Example:
         >>> MultiTurnWorkflow("math", config.gconfig, max_turns=3, turn_discount=0.9)
@@ -66,8 +67,12 @@ class MultiTurnWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Returns one group: a trajectory for each of `n_samples` conversations about one row."""
         messages = row_messages(data, self.system_prompt)
+        tools = plain_tools(data.get("tools"))
+        engine.tokenizer.check_chat(messages, tools)
         renderer = TemplateRenderer(engine.tokenizer, **self.template)
-        chats = [Conversation(renderer, messages) for _ in range(self.gconfig.n_samples)]
+        chats = [
+            Conversation(renderer, messages, tools=tools) for _ in range(self.gconfig.n_samples)
+        ]
         request = LLMRequest(chats[0].input_ids, self.gconfig)
         firsts = await engine.agenerate_group(request)  # one request for all first answers
         return await asyncio.gather(

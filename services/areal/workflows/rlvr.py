@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from areal.errors import InvalidInput
 from areal.images import image_files
 from areal.rewards import BUILTIN, builtin_reward
+from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, make_trajectory
+
+# Tokens that a server keeps free, and one for an answer.
+_RESERVED = 7
 
 
 class RLVRWorkflow(RolloutWorkflow):
     """Samples `gconfig.n_samples` answers to each row and scores them.
 
-    A row has `messages` (a list of {"role", "content"}) or `prompt` (a user's message). The reward
+    A row has `messages` (a list of {"role", "content"}) or `prompt` (a user's message), and may
+    have `tools` (JSON schemas), which the model sees as its chat template shows them. The reward
     function gets all of the row's fields except `images` as keyword arguments. Images are placed
     before the text of `prompt`, or where `messages` contains {"type": "image"}.
 
@@ -60,7 +67,8 @@ class RLVRWorkflow(RolloutWorkflow):
         """Returns the token ids of a row's prompt, in the model's chat format if it has one.
 
         Raises:
-            InvalidInput: The row has no `messages` and no `prompt`, or they are malformed.
+            InvalidInput: The row has no `messages` and no `prompt`, they are malformed, or the chat
+                template has no place for a part of them or for the row's `tools`.
         """
         messages = data.get("messages")
         if messages is None:
@@ -71,13 +79,17 @@ class RLVRWorkflow(RolloutWorkflow):
                     f"got the fields {sorted(data)}"
                 )
             if not engine.tokenizer.chat_template:
+                if data.get("tools"):
+                    raise InvalidInput("tools: this tokenizer has no chat template to show them")
                 return engine.tokenizer.encode((self.system_prompt or "") + prompt)
             seen = [{"type": "image"} for _ in data.get("images") or ()]
             content = [*seen, {"type": "text", "text": prompt}] if seen else prompt
             messages = [{"role": "user", "content": content}]
         if self.system_prompt is not None:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        return engine.tokenizer.apply_chat_template(messages)
+        tools = data.get("tools")
+        engine.tokenizer.check_chat(messages, tools)
+        return engine.tokenizer.apply_chat_template(messages, tools=tools)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Returns one group: a trajectory for each of `n_samples` answers to one row."""
@@ -100,3 +112,41 @@ class RLVRWorkflow(RolloutWorkflow):
             make_trajectory(response, reward, text)
             for response, reward, text in zip(responses, rewards, texts, strict=True)
         ]
+
+
+def check_prompts(
+    workflow: RolloutWorkflow,
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Callable[[], Tokenizer],
+    context_length: int,
+) -> None:
+    """Raises an error if a row's prompt leaves no room for an answer.
+
+    Rows that are surely short enough are not tokenized, and neither are rows with images.
+
+    Args:
+        workflow: Only the prompts of an `RLVRWorkflow` are known before it runs.
+        rows: The rows; their numbers in the message count from 1.
+        tokenizer: Returns the model's tokenizer.
+        context_length: The most tokens of a prompt and its answer.
+
+    Raises:
+        InvalidInput: A prompt is too long or malformed.
+    """
+    if not isinstance(workflow, RLVRWorkflow):
+        return
+    reader: Any = None
+    for number, row in enumerate(rows, 1):
+        # A token is a byte at least; the other half is for what the template adds.
+        if row.get("images") or 2 * len(str(row).encode()) < context_length:
+            continue
+        reader = reader or SimpleNamespace(tokenizer=tokenizer())
+        try:
+            tokens = len(workflow.prompt_ids(reader, dict(row)))
+        except InvalidInput as error:
+            raise InvalidInput(f"row {number}: {error}") from None
+        if tokens > context_length - _RESERVED:
+            raise InvalidInput(
+                f"row {number}: a prompt of {tokens} tokens leaves no room for an answer, expected "
+                f"at most {context_length - _RESERVED} (model.context_length = {context_length})"
+            )

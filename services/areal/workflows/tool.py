@@ -19,7 +19,7 @@ from areal.workflows.conversation import Conversation
 from areal.workflows.mcp_tools import Connection, check_server, connections
 from areal.workflows.multi_turn import row_messages
 from areal.workflows.rendering import TemplateRenderer
-from areal.workflows.tool_calls import ToolCalls
+from areal.workflows.tool_calls import ToolCalls, refuse_other_tools
 
 
 class ToolWorkflow(RolloutWorkflow):
@@ -28,7 +28,8 @@ class ToolWorkflow(RolloutWorkflow):
     A conversation ends after an answer without a tool call, after `max_turns` answers, or when the
     context is full. The conversation's reward is that of the last answer. The tool calls of one
     answer run concurrently. The loss covers only the tokens that the model sampled, not the tools'
-    results. If a call has wrong arguments or raises an error, the model reads the error.
+    results. A row may list `tools` only if all of them are tools of the workflow, because no others
+    can be called. If a call has wrong arguments or raises an error, the model reads the error.
 
     Example:
         >>> def multiply(a: int, b: int) -> int:
@@ -90,6 +91,8 @@ class ToolWorkflow(RolloutWorkflow):
         opening, n = row_messages(data, self.system_prompt), self.gconfig.n_samples
         async with connections(self.servers, n) as connected:
             schemas = self.calls.schemas(connected[0])
+            engine.tokenizer.check_chat(opening)
+            refuse_other_tools(data, schemas)
             chats = [Conversation(renderer, opening, tools=schemas) for _ in range(n)]
             request = LLMRequest(chats[0].input_ids, self.gconfig)
             firsts = await engine.agenerate_group(request)  # one request for all first answers

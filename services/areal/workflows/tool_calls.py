@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal.errors import InvalidInput, Unavailable
+from areal.tokenizer.chat_template import plain_tools
 from areal.workflows.mcp_tools import Connection
 from areal.workflows.rendering import Message, ToolCall
 from areal.workflows.threads import BlockingCalls, TooManyHung
@@ -80,3 +81,15 @@ class ToolCalls:
                 return await function(**arguments)
         bound = partial(function, **arguments)
         return await self._blocking.run(call.name, self._timeout_s, bound)
+
+
+def refuse_other_tools(data: dict[str, Any], schemas: Sequence[Message]) -> None:
+    """Raises InvalidInput if a row lists tools that the workflow does not have."""
+    known = {schema["function"]["name"] for schema in schemas}
+    for tool in plain_tools(data.get("tools")) or []:
+        name = (tool.get("function") or tool).get("name")
+        if name not in known:
+            raise InvalidInput(
+                f"row field 'tools': {name!r}, expected tools of the workflow "
+                f"({', '.join(sorted(known))})"
+            )

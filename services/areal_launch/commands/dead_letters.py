@@ -52,7 +52,7 @@ def list_dead_letters(run: Path | None, limit: int, *, as_json: bool, endpoint: 
         raise InvalidInput(f"--limit {limit}: expected 1 or more")
     folder = None if endpoint else find_run(run, live=False)
     if folder is not None and not folder.held() and folder.dead_letters_file.is_file():
-        lines = folder.dead_letters_file.read_text().splitlines()
+        lines = folder.dead_letters_file.read_bytes().splitlines()
         rows = [json.loads(line) for line in lines[:limit]]
         if not as_json:
             say(f"{folder.path} has ended; its dead letters were:\n")

@@ -143,14 +143,14 @@ def submit_file(run: Path | None, file: Path, options: SubmitOptions) -> int:
         text = sys.stdin.read()
     else:
         try:
-            text = file.read_text()
+            text = file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"{file}: {error}") from None
     recipe = Recipe.read(options.recipe) if options.recipe is not None else None
     default = WorkflowSpec(options.workflow, recipe.digest if recipe is not None else "")
     describe = partial(describe_workflow_named, recipe, config.gconfig, options.reward)
     prefix = f"submit-{uuid.uuid4().hex[:8]}"
-    tasks = parse_tasks(text.splitlines(), str(file), default, prefix, cache(describe))
+    tasks = parse_tasks(text.split("\n"), str(file), default, prefix, cache(describe))
     return asyncio.run(_submit(config, tasks, recipe, options))
 
 

@@ -16,6 +16,7 @@ import psutil
 
 from areal.errors import InvalidInput, WaitTimeout
 from areal.models.directory import serving_dtype
+from areal.tokenizer import Tokenizer
 from areal_launch.doctor.findings import Check, Finding, examine, missing, note, ok, unknown
 
 _DEADLINE_S = 600.0
@@ -24,7 +25,10 @@ _GIB = 1024**3
 
 def examine_model(directory: Path) -> list[Finding]:
     """Checks a model's folder as a trainer and, if it has 16 bits, as the CPU engine would."""
-    checks: dict[str, Check] = {"architecture": lambda: architecture(directory)}
+    checks: dict[str, Check] = {
+        "architecture": lambda: architecture(directory),
+        "tokenizer": lambda: tokenizer_ids(directory),
+    }
     with contextlib.suppress(InvalidInput):  # the first check says what is wrong
         if serving_dtype("auto", directory, gpu=False) == "bfloat16":
             checks["CPU engine"] = lambda: cpu_engine(directory)
@@ -43,6 +47,27 @@ def cpu_engine(directory: Path) -> Finding:
         return unknown(_last_line(done), "pip install 'areal-services[trainer]'")
     result = json.loads(done.stdout.splitlines()[-1])
     return ok(f"would keep the bfloat16 weights as {result['storage']}: {result['why']}")
+
+
+def tokenizer_ids(directory: Path) -> Finding:
+    """Compares the tokenizer's ids with the rows of the model's embedding.
+
+    Raises:
+        InvalidInput: A file is malformed.
+    """
+    if not (directory / "tokenizer.json").is_file():
+        return note("no tokenizer.json", "copy the tokenizer's files into the folder")
+    tokenizer = Tokenizer.load(directory)
+    known: dict[str, int] = tokenizer.backend.get_vocab(with_added_tokens=True)
+    beyond = {token: id_ for token, id_ in known.items() if id_ >= tokenizer.vocab_size}
+    if not beyond:
+        return ok(f"{len(known)} tokens for an embedding of {tokenizer.vocab_size} rows")
+    first = min(beyond, key=beyond.__getitem__)
+    return missing(
+        f"{len(beyond)} tokens have ids beyond the embedding's {tokenizer.vocab_size} rows "
+        f"(vocab_size in config.json); the first is {first!r}, {beyond[first]}",
+        "resize the model's embedding, or use the tokenizer that belongs to the model",
+    )
 
 
 def architecture(directory: Path) -> Finding:

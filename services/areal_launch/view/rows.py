@@ -20,7 +20,7 @@ def read_rows(file: Path) -> list[Row]:
     """
     rows: dict[int, Row] = {}
     if file.is_file():
-        for line in file.read_text().splitlines():
+        for line in file.read_text("utf-8").split("\n"):
             try:
                 row = named(json.loads(line))
                 rows[int(row["step"])] = row

@@ -18,6 +18,7 @@ from areal.recipe import find_function
 from areal.rewards import builtin_reward
 from areal.rewards.functions import RewardFunction, failure, raised, too_slow
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.json_text import dumps
 from areal.types import LLMRequest, LLMResponse, StopReason
 from areal.v1 import reward_service_pb2 as pb
 from areal_rollout.check.report import Report
@@ -137,7 +138,7 @@ class InProcessScorer:
             else:
                 found = builtin_reward(name)
             function = RewardFunction(name, found, dict(kwargs))
-            row = orjson.dumps(item.data, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+            row = dumps(item.data, option=orjson.OPT_SERIALIZE_NUMPY).decode()
             message = item_to_pb(item, row)
             arguments, named = function.bind(message)
         except (InvalidInput, TypeError) as error:

@@ -24,6 +24,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "preprocessor_config.json",
 )
+_NAMED_TEMPLATES = "additional_chat_templates"
 _SHARD_BYTES = 4 << 30
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -87,9 +88,17 @@ def write_directory(
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if getattr(hf, "generation_config", None) is not None:
         hf.generation_config.save_pretrained(directory)
+    _copy_tokenizer(source, directory)
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
+    if source.resolve() == directory.resolve():
+        return
     for name in _TOKENIZER_FILES:
-        if (source / name).is_file() and source.resolve() != directory.resolve():
+        if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
+    if (source / _NAMED_TEMPLATES).is_dir():
+        shutil.copytree(source / _NAMED_TEMPLATES, directory / _NAMED_TEMPLATES, dirs_exist_ok=True)
 
 
 def _remove_others(directory: Path, written: set[str]) -> None:

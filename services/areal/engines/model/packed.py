@@ -17,6 +17,7 @@ from areal.engines.model.attention.layout import PackedLayout
 from areal.engines.model.attention.ulysses import Context
 from areal.engines.model.heads import Head
 from areal.errors import InvalidInput
+from areal.tokenizer import longest_input
 
 
 class PackedCausalLM(nn.Module):
@@ -41,6 +42,10 @@ class PackedCausalLM(nn.Module):
         """Ranks among which a micro-batch's tokens are spread; set before the first forward."""
         guards.refuse_unsupported(hf)
         self.rope_limit = guards.rope_limit(hf.config)
+        text = hf.config.get_text_config()
+        self.longest = longest_input(text.to_dict())
+        """The most tokens of a sequence; None: any number."""
+        self.vocab_size: int | None = getattr(text, "vocab_size", None)
         guards.set_attention(hf, kernel)
         guards.freeze_towers(hf)
         self._placeholders = torch.tensor(guards.placeholders(hf.config), dtype=torch.int64)
@@ -48,6 +53,27 @@ class PackedCausalLM(nn.Module):
     def check_images(self, batch: Batch, ranks_per_share: int) -> None:
         """Refuse images that this model or layout would compute wrong; see `vision.check`."""
         vision.check(self.hf, batch, ranks_per_share, self._placeholders)
+
+    def check_tokens(self, batch: Batch) -> None:
+        """Refuse sequences that are longer than the model, and ids beyond its embedding.
+
+        Raises:
+            InvalidInput: Names the sequence, from 0.
+        """
+        lengths = batch["cu_seqlens"].diff()
+        if self.longest is not None and lengths.numel() and int(lengths.max()) > self.longest:
+            raise InvalidInput(
+                f"sequence {int(lengths.argmax())} of the batch: {int(lengths.max())} tokens, "
+                f"expected at most {self.longest} (the model's max_position_embeddings)"
+            )
+        ids = batch["input_ids"]
+        if self.vocab_size is None or not ids.numel() or int(ids.max()) < self.vocab_size:
+            return
+        where = torch.searchsorted(batch["cu_seqlens"], int(ids.argmax()), right=True)
+        raise InvalidInput(
+            f"sequence {int(where) - 1} of the batch: token id {int(ids.max())}, expected less "
+            f"than {self.vocab_size} (the model's vocab_size)"
+        )
 
     def forward(
         self,

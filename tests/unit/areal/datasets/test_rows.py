@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +16,7 @@ from pyarrow import parquet
 
 from areal.datasets.rows import load_rows
 from areal.errors import InvalidInput
+from areal.models.tiny import save_tokenizer
 
 
 def jsonl(*rows: dict[str, Any]) -> bytes:
@@ -62,7 +65,7 @@ def test_folder_when_split_by_folder_and_in_two_forms_then_parquet_is_read(
 @pytest.mark.parametrize(
     ("files", "split", "said"),
     [
-        ({"a.csv": b"x"}, "train", r"no \.parquet or \.jsonl files there"),
+        ({"a.csv": b"x"}, "train", r"no \.parquet, \.jsonl or \.json files there"),
         ({"train.jsonl": jsonl({"n": 1})}, "tset", r"no files of split 'tset' among train\.jsonl"),
         ({"train.parquet": b"PAR1"}, "train", r"train\.parquet"),
         ({"train.parquet": table()}, "train", r"has no rows"),
@@ -103,3 +106,96 @@ def test_folder_when_configs_lie_deeper_then_they_are_not_mixed(
     )
     with pytest.raises(InvalidInput, match=r"several configs.*: /de, /en"):
         load_rows(place)
+
+
+def test_folder_when_it_has_json_files_then_those_of_the_split_are_read(
+    folder: Callable[..., Path],
+) -> None:
+    place = folder(
+        **{
+            "train.json": b'\n [{"n": 1},\n {"n": 2}]',
+            "test.json": jsonl({"n": 9}),
+            "dataset_infos.json": b"{}",
+        }
+    )
+    assert load_rows(place) == [{"n": 1}, {"n": 2}]
+    assert load_rows(place, "test") == load_rows(place / "test.json") == [{"n": 9}]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b'[{"n": 1}, 5]', r"a\.json: row 2: expected a JSON object, got int"),
+        (b'[{"n": 1}', r"a\.json: not JSON"),
+        (b"[]", "has no rows"),
+        (b'{\n "n": 1\n}', r"a\.json:1: not JSON"),
+    ],
+)
+def test_json_file_when_it_is_no_array_of_rows_then_one_line_says_so(
+    folder: Callable[..., Path], content: bytes, why: str
+) -> None:
+    with pytest.raises(InvalidInput, match=why):
+        load_rows(folder(**{"a.json": content}) / "a.json")
+
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            {"role": "user", "content": "a\u2028b\u0085c\x0b\x0c\x1c\x1d\x1e\u2029d"},
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": {"town": "Oslo"}}}],
+            },
+            {"role": "tool", "content": "5", "name": "f"},
+            {
+                "role": "assistant",
+                "content": "ok",
+                "tool_calls": [{"function": {"name": "g", "arguments": {"n": [1, None]}}}],
+            },
+        ],
+        "answer": 7,
+    },
+    {"messages": [{"role": "user", "content": "é数"}], "tools": [{"name": "f"}], "answer": 8},
+]
+
+
+def test_parquet_when_it_pads_then_its_rows_equal_those_of_the_jsonl(
+    folder: Callable[..., Path],
+) -> None:
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+    keys = {key for row in ROWS for key in row}
+    padded = [{key: row.get(key) for key in keys} for row in ROWS]
+    place = folder(**{"a.jsonl": lines, "a.parquet": table(*padded)})
+    assert load_rows(place / "a.jsonl") == load_rows(place / "a.parquet") == ROWS
+
+
+def test_parquet_when_it_has_maps_then_they_are_objects(folder: Callable[..., Path]) -> None:
+    out, kind = BytesIO(), pa.map_(pa.string(), pa.int64())
+    parquet.write_table(pa.table({"m": pa.array([[("a", 1)], []], kind)}), out)
+    place = folder(**{"a.parquet": out.getvalue()})
+    assert load_rows(place / "a.parquet") == [{"m": {"a": 1}}, {"m": {}}]
+
+
+def test_jsonl_when_an_integer_is_long_then_it_stays_one(folder: Callable[..., Path]) -> None:
+    rows = [{"n": 2**64}, {"n": -(2**63) - 1}, {"n": [10**60], "id": "9" * 30}, {"x": 1e30}]
+    assert load_rows(folder(**{"a.jsonl": jsonl(*rows)}) / "a.jsonl") == rows
+
+
+def test_files_when_the_locale_is_not_utf_8_then_text_is_the_same(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("é{{ messages[0].content }}", "utf-8")
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "数"}]}', "utf-8")
+    code = (
+        "from pathlib import Path; from areal.tokenizer import Tokenizer\n"
+        "from areal.datasets.rows import load_rows\n"
+        f"place = Path({str(tmp_path)!r}); [row] = load_rows(place / 'a.jsonl')\n"
+        "assert Tokenizer.load(place).render_chat(row['messages']) == '\\u00e9\\u6570'\n"
+    )
+    services = Path(__file__).parents[4] / "services"
+    env = {
+        "PYTHONPATH": str(services),
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.areal.workflows.chat_families import template
 
 from areal.config.training import TrainEngineConfig
+from areal.datasets.chats import pair_unit
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.reward_model import score
 from areal.engines.reward_scorer import RewardModel
 from areal.errors import InvalidInput
+from areal.models.tiny import USER_ID
 from areal.rewards.functions import RewardFunction, resolve
 from areal.tokenizer import Tokenizer
 from areal.v1 import reward_service_pb2 as pb
@@ -106,3 +110,21 @@ def test_reward_when_a_row_has_no_messages_then_the_field_is_named(
     spec = pb.RewardSpec(name="reward_model", kwargs_json=f'{{"path": "{exported[0]}"}}')
     with pytest.raises(InvalidInput, match="needs 'messages', which the row does not have"):
         resolve(spec, None).bind(pb.ScoreItem(prompt="p", completion="c", data_json="{}"))
+
+
+def test_ids_when_the_row_has_tools_and_turns_end_with_the_next_then_as_in_training(
+    exported: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    shutil.copytree(exported[0], tmp_path / "glm")
+    (tmp_path / "glm" / "chat_template.jinja").write_text(template("glm-4.6"), "utf-8")
+    model = RewardModel(str(tmp_path / "glm"))
+    # Here <|user|> ends a turn, as in GLM.
+    model._tokenizer.eos_token_ids = [USER_ID]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    row = {"prompt": ASKED, "chosen": "15", "rejected": "", "tools": [tool]}
+    for answer, unit in zip(("15", ""), pair_unit(model._tokenizer, row), strict=True):
+        ids = model._ids(ASKED, answer, [tool])
+        assert ids == unit["input_ids"]
+        assert ids[-1] == USER_ID
+    # Whatever the policy has said is scored.
+    assert model._ids(ASKED, "<think>x</think>y\ufdd0", None)

@@ -60,7 +60,11 @@ def template(family: str) -> str:
 
 @cache
 def tokenizer(family: str) -> Tokenizer:
-    special, added, ends = FAMILIES[family]
+    return build(template(family), *FAMILIES[family])
+
+
+def build(source: str, special: list[str], added: list[str], ends: list[str]) -> Tokenizer:
+    """A small tokenizer of a family; see FAMILIES for the arguments."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -75,7 +79,7 @@ def tokenizer(family: str) -> Tokenizer:
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in added])
     return Tokenizer(
         backend,
-        chat_template=template(family),
+        chat_template=source,
         special_tokens={"bos_token": "<|begin_of_text|>", "eos_token": ends[0]},
         eos_token_ids=[backend.token_to_id(t) for t in ends],
     )

@@ -7,23 +7,18 @@ AutoTokenizer for tokenizers that have a tokenizer.json.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from areal.errors import InvalidInput
+from areal.tokenizer.chat_fields import refuse_left_out
+from areal.tokenizer.chat_template import ChatTemplate, plain_tools
 
 if TYPE_CHECKING:
-    import jinja2
     import tokenizers
-
-
-# Unicode's noncharacter: no text has it.
-_MARK = "\ufdd0"
 
 
 class Tokenizer:
@@ -39,31 +34,35 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         *,
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         special_tokens: dict[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
+        longest: int | None = None,
     ) -> None:
         """Wraps a loaded tokenizer; most callers want `load`.
 
         Args:
             backend: The `tokenizers` object.
-            chat_template: Jinja source; None if the model has none.
+            chat_template: Jinja source, or several by name, of which `tool_use` is for chats with
+                tools and `default` for all others; None if the model has none.
             special_tokens: Named tokens that the template may use (`bos_token`, `eos_token`, …).
             eos_token_ids: Every id that ends a generation; the tokenizer's own first.
             vocab_size: Ids that the model accepts; default: those that the tokenizer knows.
+            longest: The most tokens that the model takes; None: unknown.
         """
         self.backend = backend
-        self.chat_template = chat_template
+        named = (
+            {"default": chat_template} if isinstance(chat_template, str) else chat_template or {}
+        )
+        self.chat_template = named.get("default") or next(iter(named.values()), None)
         self.special_tokens = dict(special_tokens or {})
         self.eos_token_ids = list(eos_token_ids)
         self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
-        self._template = _compile(chat_template) if chat_template else None
-        self._marking = (
-            _compile(chat_template, mark=_MARK)
-            if chat_template and "generation %}" in chat_template.replace("-%}", " %}")
-            else None
-        )
+        self.longest = longest
+        self._templates = {
+            name: ChatTemplate(source, self.special_tokens) for name, source in named.items()
+        }
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
 
@@ -96,11 +95,6 @@ class Tokenizer:
             for key, value in named.items()
             if key.endswith("_token") and (text := _token_text(value)) is not None
         }
-        template_file = tokenizer_dir / "chat_template.jinja"
-        if template_file.is_file():
-            template: str | None = template_file.read_text()
-        else:
-            template = _default_template(config.get("chat_template"))
         model_dir = model_dir or tokenizer_dir
         model = _read_json(model_dir / "config.json")
         generation = _read_json(model_dir / "generation_config.json")
@@ -111,13 +105,14 @@ class Tokenizer:
         for source in (generation, model):
             value = source.get("eos_token_id")
             eos += value if isinstance(value, list) else [value] if value is not None else []
-        text_config = model.get("text_config") or {}
+        text_config = {**model, **(model.get("text_config") or {})}
         return cls(
             backend,
-            chat_template=template,
+            chat_template=_chat_templates(tokenizer_dir, config.get("chat_template")),
             special_tokens=special_tokens,
             eos_token_ids=list(dict.fromkeys(int(e) for e in eos)),
             vocab_size=model.get("vocab_size") or text_config.get("vocab_size"),
+            longest=longest_input(text_config),
         )
 
     @property
@@ -157,58 +152,24 @@ class Tokenizer:
         """Returns the chat template's text.
 
         Args:
-            messages: {"role", "content", …}; keys whose value is None are left out.
+            messages: {"role", "content", …}; keys whose value is None are left out, and a call's
+                arguments may be an object or its JSON text.
             add_generation_prompt: End with the header of an assistant's answer.
-            tools: JSON schemas offered to the model.
+            tools: JSON schemas offered to the model, or their JSON text.
             **variables: More names for the template (`enable_thinking=False`).
 
         Raises:
-            InvalidInput: There is no template, messages are malformed, or the template refuses
-                them.
+            InvalidInput: There is no template, messages or tools are malformed, or the template
+                refuses them.
         """
-        return self._render(
-            self._template,
-            messages,
-            tools=list(tools) if tools is not None else None,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
+        tools = plain_tools(tools)
+        return self._template(tools).render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
 
-    def _render(
-        self,
-        template: jinja2.Template | None,
-        messages: Sequence[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        **variables: Any,
-    ) -> str:
-        import jinja2
-
-        if template is None:
-            raise InvalidInput("messages: this tokenizer has no chat template; use a 'prompt'")
-        if isinstance(messages, (str, dict)) or not messages:
-            raise InvalidInput("messages: expected a list of {'role', 'content'} objects")
-        for index, message in enumerate(messages):
-            if not isinstance(message, dict) or "role" not in message:
-                raise InvalidInput(
-                    f"messages[{index}]: expected an object with 'role' and 'content'"
-                )
-        plain = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        try:
-            return template.render(
-                messages=plain,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, **variables},
-            )
-        except jinja2.TemplateError as error:
-            raise InvalidInput(f"messages: the chat template refuses them: {error}") from None
-        except TypeError as error:
-            raise InvalidInput(f"messages: do not fit the chat template: {error}") from None
-
-    def render_marked(self, messages: Sequence[dict[str, Any]]) -> list[str]:
+    def render_marked(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[str]:
         """Returns the template's text of a conversation, cut at its `{% generation %}` marks.
 
         Returns:
@@ -218,12 +179,35 @@ class Tokenizer:
         Raises:
             InvalidInput: As `render_chat`, or a message contains the mark.
         """
-        if self._marking is None:
-            return [self.render_chat(messages, add_generation_prompt=False)]
-        parts = self._render(self._marking, messages).split(_MARK)
-        if "".join(parts) != self._render(self._template, messages):
-            raise InvalidInput("messages: expected no character that marks the assistant's text")
-        return parts
+        tools = plain_tools(tools)
+        return self._template(tools).render_marked(messages, tools=tools)
+
+    def check_chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """Raises an error if the chat template leaves out a part of a row's chat.
+
+        Raises:
+            InvalidInput: As `render_chat`, or the template has no place for the tools, a role, a
+                call, reasoning or a text; the message names the field.
+        """
+        refuse_left_out(
+            lambda chat, offered: self._template(offered).render(chat, tools=offered),
+            messages,
+            tools,
+        )
+
+    def _template(self, tools: Sequence[dict[str, Any]] | None) -> ChatTemplate:
+        """The one that transformers would choose."""
+        if not self._templates:
+            raise InvalidInput("messages: this tokenizer has no chat template; use a 'prompt'")
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise InvalidInput(
+                f"chat template: none is named {name!r}, expected one beside "
+                f"{', '.join(sorted(self._templates))}"
+            )
+        return self._templates[name]
 
     def apply_chat_template(
         self,
@@ -238,6 +222,22 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
         )
         return self.encode(text, add_special_tokens=False)
+
+
+def longest_input(config: Mapping[str, Any]) -> int | None:
+    """Returns the most tokens that a model takes; None: its config.json does not say.
+
+    Args:
+        config: The model's config, that of the text part if it has several.
+    """
+    known = config.get("max_position_embeddings") or config.get("n_positions")
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(known, int) or not isinstance(rope, Mapping):
+        return known if isinstance(known, int) else None
+    # These stretch the positions that the config names; other kinds name the stretched ones.
+    kind = rope.get("rope_type") or rope.get("type")
+    factor = rope.get("factor") if kind in ("yarn", "linear") else 1
+    return int(known * max(1.0, float(factor or 1)))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -259,60 +259,18 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _default_template(value: Any) -> str | None:
-    """One template, or a list of named ones, of which "default" counts."""
-    if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
-
-
-def _compile(source: str, mark: str = "") -> jinja2.Template:
-    """Templates come from strangers: sandboxed, and with the names that transformers gives them.
-
-    `mark`: is written before and after assistant text.
-    """
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks assistant text for training masks."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2's interface
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            edge = nodes.Output([nodes.TemplateData(mark)], lineno=line)
-            return [edge, *body, edge] if mark else body
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise InvalidInput(f"chat template: {error}") from None
+def _chat_templates(folder: Path, configured: Any) -> str | dict[str, str] | None:
+    """One template, or several by name: from files if there are any, else from the config."""
+    files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    named = {file.stem: file.read_text("utf-8") for file in files}
+    if (file := folder / "chat_template.jinja").is_file():
+        named["default"] = file.read_text("utf-8")
+    if named:
+        return named
+    if isinstance(configured, list):
+        configured = {
+            each.get("name"): each.get("template") for each in configured if isinstance(each, dict)
+        }
+    if isinstance(configured, dict):
+        return {str(k): v for k, v in configured.items() if isinstance(v, str)}
+    return configured if isinstance(configured, str) else None
