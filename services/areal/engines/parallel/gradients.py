@@ -1,8 +1,9 @@
-"""Computes the norm of gradients on different meshes, and clips them by it."""
+"""Computes the norm of gradients on different meshes, and steps with scaled ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,23 +42,26 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return total.sqrt()
 
 
-def clip(parameters: Sequence[Tensor], largest: float, norm: Tensor) -> None:
-    """Scale gradients so that their norm is at most `largest`.
+def step_with_divisor(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], divisor: Tensor, skip: Tensor
+) -> None:
+    """Make a step of gradients / divisor, in the pass over memory that fused AdamW makes anyway.
 
     Args:
-        parameters: parameters that have gradients.
-        largest: > 0.
-        norm: the norm of all gradients.
+        optimizer: fused AdamW.
+        parameters: its parameters that have gradients.
+        divisor: a scalar.
+        skip: a boolean scalar: nothing is changed, not even the number of steps.
     """
-    scale(parameters, (largest / (norm + 1e-6)).clamp(max=1.0))
-
-
-def scale(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Multiply all gradients that exist by a factor."""
-    grads = [_local(p.grad) for p in parameters if p.grad is not None]
-    if grads:
-        exact = factor.to(grads[0].dtype) if isinstance(factor, Tensor) else factor
-        torch._foreach_mul_(grads, exact)
+    fused: Any = optimizer  # torch's gradient scaler passes both in this way
+    if any(p.dtype == torch.float64 for p in parameters):
+        torch._foreach_div_([_local(p.grad) for p in parameters if p.grad is not None], divisor)
+        divisor = torch.ones_like(divisor)  # fused AdamW reads float32
+    fused.grad_scale, fused.found_inf = divisor.float(), skip.float()
+    try:
+        optimizer.step()
+    finally:
+        del fused.grad_scale, fused.found_inf
 
 
 def _local(tensor: Tensor) -> Tensor:
