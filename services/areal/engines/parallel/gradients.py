@@ -45,18 +45,27 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 def step_with_divisor(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], divisor: Tensor, skip: Tensor
 ) -> None:
-    """Make a step of gradients / divisor, in the pass over memory that fused AdamW makes anyway.
+    """Make a step of gradients / divisor.
+
+    On a GPU this is one pass over memory, and the host does not wait: fused AdamW divides and skips
+    by itself. A CPU divides first, because its host can read `skip` at once.
 
     Args:
         optimizer: fused AdamW.
         parameters: its parameters that have gradients.
         divisor: a scalar.
-        skip: a boolean scalar: nothing is changed, not even the number of steps.
+        skip: a boolean scalar: no weight, moment or number of steps changes.
     """
-    fused: Any = optimizer  # torch's gradient scaler passes both in this way
-    if any(p.dtype == torch.float64 for p in parameters):
-        torch._foreach_div_([_local(p.grad) for p in parameters if p.grad is not None], divisor)
+    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    on_cpu = divisor.device.type == "cpu"
+    if on_cpu or any(grad.dtype == torch.float64 for grad in grads):
+        torch._foreach_div_(grads, divisor.to(grads[0].dtype))
         divisor = torch.ones_like(divisor)  # fused AdamW reads float32
+    if on_cpu:
+        if not skip:
+            optimizer.step()
+        return
+    fused: Any = optimizer  # torch's gradient scaler passes both in this way
     fused.grad_scale, fused.found_inf = divisor.float(), skip.float()
     try:
         optimizer.step()
