@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal.config.experiment import GRPOConfig, known_keys
 
-MOST = 111
+MOST = 112
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "configuration.md"
 
 
