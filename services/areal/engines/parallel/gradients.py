@@ -61,10 +61,14 @@ def step_with_divisor(
     if on_cpu or any(grad.dtype == torch.float64 for grad in grads):
         torch._foreach_div_(grads, divisor.to(grads[0].dtype))
         divisor = torch.ones_like(divisor)  # fused AdamW reads float32
-    if on_cpu:
-        if not skip:
-            optimizer.step()
-        return
+    if not on_cpu:
+        step_in_one_pass(optimizer, divisor, skip)
+    elif not skip:
+        optimizer.step()
+
+
+def step_in_one_pass(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
+    """Make a step in which fused AdamW divides or skips; see `step_with_divisor`."""
     fused: Any = optimizer  # torch's gradient scaler passes both in this way
     fused.grad_scale, fused.found_inf = divisor.float(), skip.float()
     try:

@@ -11,6 +11,7 @@ from areal.config.training import OptimizerConfig, TrainEngineConfig
 from areal.engines import optimizer
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.optimizer import RoundedAdamW, make_state, round_stochastic_
+from areal.engines.parallel.gradients import step_in_one_pass
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.01, "fused": True}
 
@@ -100,6 +101,29 @@ def test_rounded_adamw_when_tensors_are_cut_then_the_result_is_the_same(monkeypa
     for mine, theirs in zip(ours, expected, strict=True):
         assert torch.equal(mine, theirs)
         assert float(cut.state[mine]["step"]) == 3
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, RoundedAdamW])
+def test_step_in_one_pass_when_it_divides_then_equals_a_step_of_divided_gradients(
+    monkeypatch, kind
+):
+    monkeypatch.setattr(optimizer, "round_stochastic_", lambda exact: exact.to(torch.bfloat16))
+    monkeypatch.setattr(optimizer, "PIECE", 8)
+    torch.manual_seed(4)
+    values = [torch.randn(5, 7), torch.randn(3)]
+    divided, expected = make(kind, *values)
+    at_once, ours = make(kind, *values)
+    for divisor, skip in ((4.0, False), (0.5, True), (8.0, False)):
+        gradients = [torch.randn_like(value) for value in values]
+        for parameter, gradient in zip(ours, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        step_in_one_pass(at_once, torch.tensor(divisor), torch.tensor(skip))
+        if not skip:
+            take_step(divided, expected, [gradient / divisor for gradient in gradients])
+        for mine, theirs in zip(ours, expected, strict=True):
+            assert torch.equal(mine, theirs)
+            for name, held in divided.state[theirs].items():
+                assert torch.equal(at_once.state[mine][name], held), name
 
 
 @pytest.fixture
