@@ -7,9 +7,9 @@ r"""Distillation: a student learns what its teacher would say, without servers o
 
 Rows are chats: {"messages": [{"role", "content"}, …], "tools": […] if they have some}. Held-out
 rows are those of the split `test`; they are held out of the file if the rows are a single file. In
-the assistant's turns, the student learns the probabilities of the teacher's `k` likeliest tokens, not
-the token in the row. Both models must have the same vocabulary. The trainer loads the teacher as a
-frozen model.
+the assistant's turns, the student learns the probabilities of the teacher's `k` likeliest tokens,
+not the token in the row. Both models must have the same vocabulary. The trainer loads the teacher
+as a frozen model.
 """
 
 from dataclasses import dataclass

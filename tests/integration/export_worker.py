@@ -7,8 +7,9 @@ import json
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -110,6 +111,33 @@ def twice(engine, held):
     }
 
 
+def order(engine):
+    """What the training thread launches, in order, of an export that gathers in order."""
+    launched, main = [], threading.get_ident()
+    # Those of FSDP have other names in other releases of torch.
+    gathers = ("all_gather_into_tensor", "all_gather_single")
+    patched = [(buckets, "_exchange"), *((dist, each) for each in gathers if hasattr(dist, each))]
+
+    def noting(name, real):
+        def run(*args, **kwargs):
+            launched.append(name if threading.get_ident() == main else f"{name} in a thread")
+            return real(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for owner, name in patched:
+            made = noting(name.strip("_"), getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, made))
+        engine.exporter._in_order = True
+        told = []
+        done = engine.export("float32", lambda *given: told.append(given), twice=True)
+        engine.train_batch(make_batch(dist.get_rank()), weighted_loss)
+        done.result(timeout=60)
+        engine.exporter._in_order = False
+    return {"launched": launched, "delivered": [[len(t), again is None] for t, again in told]}
+
+
 def run(model, out):
     buckets.BUCKET_BYTES = 40_960
     optimizer = OptimizerConfig(lr=1e-2)
@@ -133,6 +161,7 @@ def run(model, out):
     done.result(timeout=60)
     after, _, _ = gathered(engine, "float32")
     again = twice(engine, after)
+    ordered = gather_json(order(engine))
     whole = {name: tensor.numel() for name, tensor in before.items()}
     same = {t.name: bytes(t.data) == before[t.name].numpy().tobytes() for t in delivered}
     digests = all(t.known_digest for t in delivered)
@@ -148,6 +177,7 @@ def run(model, out):
             "digests": digests,
             "changed": len(changed),
             "again": again,
+            "ordered": ordered,
             "ranks": results,
         }
         Path(out).write_text(json.dumps(report))

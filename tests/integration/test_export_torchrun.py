@@ -56,6 +56,17 @@ def test_export_when_it_is_broadcast_then_gathered_again_before_the_weights_chan
     assert report["again"] == {"in order": True, "same": True, "changed since": True}
 
 
+def test_export_when_it_gathers_in_order_then_all_ranks_launch_the_same_before_the_step(report):
+    first, second = (rank["launched"] for rank in report["ordered"])
+    assert first == second
+    exchanges = first.count("exchange")
+    assert exchanges > 1
+    assert first[:exchanges] == ["exchange"] * exchanges
+    assert any(each.startswith("all_gather") for each in first[exchanges:])
+    # Without a second gathering, which would be out of order.
+    assert report["ordered"][0]["delivered"] == [[len(report["names"]), True]]
+
+
 def test_export_when_the_delivery_takes_long_then_neither_the_step_nor_a_rank_waits(report):
     publishing, sending = report["ranks"]
     assert not publishing["done_before_delivery"]

@@ -40,10 +40,10 @@ from areal.engines.model import source
 from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.heads import LogprobHead
 from areal.engines.model.packed import PackedCausalLM
+from areal.engines.optimizer import make_optimizer
 from areal.engines.parallel import estimate, memory
 from areal.engines.parallel.apply import parallelize, resolve_precision
 from areal.engines.parallel.mesh import make_mesh
-from areal.engines.step import make_optimizer
 
 GIB = 2**30
 SHAPES = Path(__file__).resolve().parents[2] / "tools/gpu/shapes"
@@ -152,7 +152,7 @@ def measure(path: Path, layout: str, mode: str, tokens: int, length: int) -> dic
     mesh = make_mesh(layout, device, 60)
     hf = source.build(str(path), master)
     memory.recompute_layers(hf, config.gradient_checkpointing, "eager")
-    model = PackedCausalLM(hf, kernel="packed", chunk_elements=config.logits_chunk_elements)
+    model = PackedCausalLM(hf, kernel="packed", chunk_elements=estimate.LEAST_CHUNK)
     parallelize(model, mesh, compute, master)
     vocabulary = hf.config.get_text_config().vocab_size
     row = {

@@ -21,6 +21,7 @@ _NOT_A_KEY = {"omegaconf_ignore": True}
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 Checkpointing = Literal["none", "selective", "full", "offload"]
+Moments = Literal["float32", "bfloat16"]
 Kernels = Literal["eager", "compile", "liger"]
 Attention = Literal[
     "auto", "packed", "varlen", "varlen_repeat_kv", "flash_attention_2", "flash_attention_3"
@@ -52,6 +53,10 @@ class OptimizerConfig:
     """Decay of the second moment."""
     eps: Annotated[float, Gt(0)] = field(default=1e-8, metadata=_NOT_A_KEY)
     """Added to the root of the second moment."""
+    moments: Moments = "float32"
+    """Precision in which AdamW keeps its two moments. `bfloat16` takes 12 bytes per trained
+    parameter instead of 16, for a GPU with little memory. Moments are then rounded at random, so
+    that their mean is that of float32; a step takes a little longer."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: `constant`, or a `linear` or `cosine` decay to
     `lr * min_lr_ratio`."""
@@ -121,9 +126,10 @@ class EngineConfig:
     share_prefixes: bool | None = field(default=None, metadata=_NOT_A_KEY)
     """Compute the common prefix of a group's sequences once (exact); null: only with `packed`
     attention. Whether this is faster with the kernels of a GPU has not been measured."""
-    logits_chunk_elements: Annotated[int, Gt(0)] = field(default=1 << 26, metadata=_NOT_A_KEY)
-    """Maximum size of a logits tensor (tokens x vocabulary) that is materialized at once. The
-    default is 256 MiB in float32; larger tensors are not faster."""
+    logits_chunk_elements: Annotated[int | None, Gt(0)] = field(default=None, metadata=_NOT_A_KEY)
+    """Maximum size of a logits tensor (tokens x vocabulary) that is materialized at once. null: on
+    a GPU, that of 4,096 tokens or, where memory is short, of fewer; on a CPU 256 MiB in float32,
+    because larger tensors are not faster there."""
     fsdp_at_world_size_1: bool = field(default=False, metadata=_NOT_A_KEY)
     """Wrap with fully_shard although there is nothing to shard."""
     distributed_timeout_seconds: Annotated[float, Gt(0)] = field(default=600.0, metadata=_NOT_A_KEY)

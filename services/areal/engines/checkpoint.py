@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
@@ -34,25 +35,6 @@ from areal.training.checkpoints import DIGESTS, describe
 
 STATE_FILE = "trainer_state.json"
 METADATA_FILE = ".metadata"
-
-
-def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the optimizer state that its first step would create.
-
-    A checkpoint before the first step then has the same tensors as any other, and loading has
-    tensors to fill.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=_step_device(parameter, group)),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-
-
-def _step_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
-    return parameter.device if group.get("fused") else torch.device("cpu")
 
 
 def tensors_of(
@@ -77,8 +59,18 @@ def save(
     process_group: dist.ProcessGroup,
     *,
     background: bool,
+    stager: AsyncStager | None = None,
 ) -> Future[None]:
-    """Write a checkpoint; collective over `process_group`, which is used for nothing else."""
+    """Write a checkpoint; collective over `process_group`, which is used for nothing else.
+
+    Args:
+        directory: its folder.
+        tensors: from `tensors_of`.
+        state: the content of `trainer_state.json`.
+        process_group: of all ranks, for CPU tensors.
+        background: write a copy in a thread; at most one at a time.
+        stager: from `stager_for`, to copy with; None: into new memory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     if dist.get_rank(process_group) == 0:
         (directory / STATE_FILE).write_text(json.dumps(dict(state), indent=2) + "\n")
@@ -89,8 +81,19 @@ def save(
         done.set_result(None)
         return done
     # Copies to CPU memory before it returns, then writes in a thread.
-    pending = async_save(tensors, storage_writer=writer, process_group=process_group)
+    pending = async_save(
+        tensors, storage_writer=writer, process_group=process_group, async_stager=stager
+    )
     return cast("Future[None]", pending)
+
+
+def stager_for(device: torch.device) -> AsyncStager | None:
+    """Return what copies a GPU's checkpoints to host memory; None on a CPU.
+
+    It keeps its pinned memory for the next checkpoint: a step would wait seconds for gigabytes of
+    new memory, which a GPU also copies to at a fraction of the bus's speed.
+    """
+    return BlockingAsyncStager(cache_staged_state_dict=True) if device.type == "cuda" else None
 
 
 class _DigestingWriter(FileSystemWriter):

@@ -27,7 +27,7 @@ from areal.algorithms.packing import Batch
 from areal.chassis.logging import get_logger
 from areal.config.checks import check
 from areal.config.training import RefConfig, TrainEngineConfig
-from areal.engines import checkpoint
+from areal.engines import checkpoint, optimizer
 from areal.engines.export.directory import write_directory
 from areal.engines.export.exporter import Deliver, Exporter
 from areal.engines.model import fill, lora, source
@@ -79,6 +79,7 @@ class FSDPEngine(TrainEngine):
         self._sharded = False
         self._checkpoint_group: Any = None
         self._pending_save: Future[None] | None = None
+        self._stager: Any = None
         self._attached: dict[str, FSDPEngine] = {}
 
     # -- life cycle ----------------------------------------------------------------------------
@@ -93,6 +94,7 @@ class FSDPEngine(TrainEngine):
         # Saves run their collectives in a thread: beside, not between, those of training.
         everyone, limit = range(dist.get_world_size()), config.distributed_timeout_seconds
         self._checkpoint_group = new_group(everyone, "checkpoint", limit, "gloo")
+        self._stager = checkpoint.stager_for(self.device)
         self._mesh = make_mesh(config.layout, self.device, limit)
         compute, master = resolve_precision(config, self.device)
         # What is frozen needs no more precision than it computes in.
@@ -108,7 +110,8 @@ class FSDPEngine(TrainEngine):
         if config.optimizer is None:
             hf.requires_grad_(False)
         kernel = dispatch.choose(hf, config.attn_impl, self.device, compute)
-        model = PackedCausalLM(hf, kernel=kernel, chunk_elements=config.logits_chunk_elements)
+        chunk = budget.chunk if budget else memory.frozen_chunk(config, hf, self.device)
+        model = PackedCausalLM(hf, kernel=kernel, chunk_elements=chunk)
         memory.use_kernels(hf, decoder_layers(hf), config.kernels, self.device)
         offload = config.offload
         self._sharded = (
@@ -143,14 +146,14 @@ class FSDPEngine(TrainEngine):
         )
         self._exporter = Exporter(hf, Path(config.path), self.device, limit)
         if self._step.optimizer is not None:
-            checkpoint.make_optimizer_state(self._step.optimizer)
+            optimizer.make_state(self._step.optimizer)
             self._step.optimizer.register_step_pre_hook(lambda *_: self.exporter.wait_gathered())
 
     def destroy(self) -> None:
         self._wait_for_save()
         if self._exporter is not None:
             self._exporter.wait_gathered()
-        self._step = self._exporter = None
+        self._step = self._exporter = self._stager = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -280,7 +283,12 @@ class FSDPEngine(TrainEngine):
         }
         tensors = self._checkpoint_tensors()
         self._pending_save = checkpoint.save(
-            Path(directory), tensors, state, self._checkpoint_group, background=background
+            Path(directory),
+            tensors,
+            state,
+            self._checkpoint_group,
+            background=background,
+            stager=self._stager,
         )
         return self._pending_save
 

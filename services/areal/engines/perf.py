@@ -1,14 +1,16 @@
 """Measures the cost of a step: floating-point operations, time by phase, peak memory.
 
-    MFU = ((4 N + 2 M) T + 6 layers heads head_dim sum of L^2) / (seconds x GPUs x peak FLOP/s)
+    MFU = ((4 N + 2 M) T + (4 or 6) V T' + 6 layers heads head_dim sum of L^2)
+          / (seconds x GPUs x peak FLOP/s)
 
-N is the number of parameters that a token is multiplied with (only the experts it is routed to; an
-embedding lookup does not count), M the number of those that are trained: all, or LoRA's matrices. T
-is the tokens of the batch, L the length of each sequence. A parameter costs 2 operations forward, 2
-for the gradient of its input, and 2 for its own gradient if it is trained; causal attention 2 x 2 x
-L^2 / 2 forward and twice that backward. It counts the model's operations, not the machine's: what
-is computed again (activations, logits) adds to the time only, and a prefix that is computed once
-counts in each sequence that has it.
+N is the number of parameters that a token is multiplied with in the layers (only the experts it is
+routed to; an embedding lookup does not count), M the number of those that are trained: all, or
+LoRA's matrices. T is the tokens of the batch, L the length of each sequence. V is the number of
+parameters of the head, T' the loss tokens: no other token reaches the head. A parameter costs 2
+operations forward, 2 for the gradient of its input, and 2 for its own gradient if it is trained;
+causal attention 2 x 2 x L^2 / 2 forward and twice that backward. It counts the model's operations,
+not the machine's: what is computed again (activations, logits) adds to the time only, and a prefix
+that is computed once counts in each sequence that has it.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ class Work:
 
     per_token: float
     """4 N + 2 M."""
+    per_loss_token: float
+    """4 V, or 6 V if the head is trained."""
     per_pair: float
     """Of a sequence of L tokens, over L^2."""
 
@@ -61,26 +65,30 @@ class Work:
              if (n := getattr(config, k, None))), 1
         )  # fmt: skip
         routed = (getattr(config, "num_experts_per_tok", None) or 1) / experts
+
+        def operations(parameter: Tensor) -> float:
+            return parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
+
         per_token = sum(
-            parameter.numel()
-            * (routed if ".experts." in name else 1.0)
-            * (6.0 if parameter.requires_grad else 4.0)
+            operations(parameter) * (routed if ".experts." in name else 1.0)
             for name, parameter in hf.named_parameters()
-            if parameter.ndim >= 2 and (parameter is not embedding or parameter is head)
+            if parameter.ndim >= 2 and parameter is not embedding and parameter is not head
         )
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(per_token, 6.0 * config.num_hidden_layers * heads * dim)
+        last = 0.0 if head is None else operations(head)
+        return cls(per_token, last, 6.0 * config.num_hidden_layers * heads * dim)
 
     @property
     def pair_cost(self) -> float:
-        """Return the cost of a pair of tokens divided by that of a token; see `packing.costs`."""
-        return self.per_pair / self.per_token
+        """Return the cost of a pair of tokens divided by that of a loss token; see `packing`."""
+        return self.per_pair / (self.per_token + self.per_loss_token)
 
-    def flops(self, cu_seqlens: Tensor) -> float:
+    def flops(self, cu_seqlens: Tensor, loss_tokens: int) -> float:
         """Return the number of operations for a batch of these sequences."""
         lengths = cu_seqlens.diff().double()
-        return float(self.per_token * lengths.sum() + self.per_pair * lengths.square().sum())
+        layers = self.per_token * lengths.sum() + self.per_pair * lengths.square().sum()
+        return float(layers) + self.per_loss_token * loss_tokens
 
 
 class Phases:
@@ -99,9 +107,12 @@ class Phases:
         self._spans.append((name, start, self._now()))
 
     def take(self, *names: str) -> dict[str, float]:
-        """Return the seconds of the named phases since the last call, 0 for one that was not."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        """Return the seconds of the named phases since the last call, 0 for one that was not.
+
+        On a GPU it waits for the last of them, unless something was read from the device since.
+        """
+        if self._cuda and self._spans:
+            self._spans[-1][2].synchronize()
         total = dict.fromkeys(names, 0.0)
         for name, start, end in self._spans:
             total[name] += start.elapsed_time(end) / 1e3 if self._cuda else end - start

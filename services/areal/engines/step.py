@@ -9,10 +9,13 @@
     backward of loss sum x ranks               (FSDP averages gradients over ranks)
           |
           v            accumulate: any number of times, then apply
-    gradients / W                              (W: loss tokens of all micro-batches of all shares)
+    global gradient norm / W                   (W: loss tokens of all micro-batches of all shares)
           |
           v
-    global gradient norm -> clip -> AdamW, or skip if it is not finite; several in a row: the end
+    AdamW of gradients / W, clipped, or nothing if the norm is not finite; several in a row: the end
+
+The device decides whether a step is skipped, and the host reads the norm and all statistics in one
+transfer afterwards: the only time in a step that it waits for the device.
 
 | consumes | waits for | unblocked by |
 |---|---|---|
@@ -21,6 +24,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import cast
@@ -33,17 +37,18 @@ from torch.distributed.fsdp import FSDPModule
 from areal.algorithms import images, packing
 from areal.algorithms.packing import Batch
 from areal.chassis.logging import get_logger
-from areal.config.training import OptimizerConfig, RefConfig, TrainEngineConfig
+from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines import finite
 from areal.engines.model import vision
 from areal.engines.model.attention.dispatch import PACKED
 from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.heads import Head
 from areal.engines.model.packed import PackedCausalLM
+from areal.engines.optimizer import make_optimizer
 from areal.engines.parallel import gradients
 from areal.engines.parallel.apply import resolve_precision
 from areal.engines.parallel.memory import Budget, free_bytes
-from areal.engines.parallel.mesh import Mesh, reduce_scalars
+from areal.engines.parallel.mesh import Mesh, reduce_scalars, to_host
 from areal.engines.perf import Phases, Work, peak_flops, peak_gib
 from areal.engines.train_api import LossFn, LossWeightFn
 from areal.errors import CapacityExceeded, InvalidInput, TrainingDiverged
@@ -53,6 +58,10 @@ from areal.training.ranks import gather_json
 def count_loss_tokens(batch: Batch) -> int:
     """Return the number of loss tokens of a batch."""
     return int(batch["loss_mask"].sum())
+
+
+_NORM, _BAD = "norm of the gradient", "logprobs that are not finite"
+"""Names beside those of a loss function's statistics."""
 
 
 @dataclass
@@ -146,7 +155,7 @@ class TrainStep:
         self._gathered = so_far = self._gathered or _Gathered()
         so_far.batch = batch
         so_far.tokens += len(batch["input_ids"])
-        so_far.flops += self.work.flops(batch["cu_seqlens"])
+        so_far.flops += self.work.flops(batch["cu_seqlens"], count_loss_tokens(batch))
         try:
             micro_batches = self._micro_batches(batch)
             for number, (index, mb) in enumerate(micro_batches):
@@ -201,14 +210,15 @@ class TrainStep:
         )
         total_weight = counts["weight"]
         with self._phases("optimizer"):
-            gradients.scale(self.model.parameters(), 1.0 / max(total_weight, 1.0))
-            grad_norm, lr, stepped = self._optimizer_step(apply=total_weight > 0)
+            norm, lr = self._optimizer_step(total_weight)
+        sums = to_host({**done.sums, _NORM: norm, _BAD: done.bad_logprobs})
+        grad_norm, bad_logprobs = sums.pop(_NORM), int(sums.pop(_BAD))
+        stepped = total_weight > 0 and math.isfinite(grad_norm)
         if stepped:
+            self.steps_taken += 1
             self._skipped_in_a_row = 0
         elif total_weight > 0:
-            loss, bad = float(done.sums["loss"]), int(done.bad_logprobs)
-            self._note_skipped(done.batch, bad, loss, grad_norm)
-        sums: dict[str, Tensor | float] = {**done.sums}
+            self._note_skipped(done.batch, bad_logprobs, sums["loss"], grad_norm)
         spent = self._phases.take("forward", "backward", "optimizer")
         seconds = time.perf_counter() - done.started
         own = {f"{name}_seconds": value for name, value in spent.items()}
@@ -272,25 +282,29 @@ class TrainStep:
                 groups=found[dist.get_rank()]["groups"],
             )
 
-    def _optimizer_step(self, *, apply: bool) -> tuple[float, float, bool]:
-        """Clip and step; returns the gradient norm, the learning rate, and whether it stepped."""
+    def _optimizer_step(self, weight: float) -> tuple[Tensor, float]:
+        """Launch a step of gradients / weight, clipped; none if the weight is 0.
+
+        Returns:
+            The norm of gradients / weight, on the device, and the learning rate. The device skips
+            the step if the norm is not finite.
+        """
         optimizer, config = self.optimizer, self._config.optimizer
         assert optimizer is not None
         assert config is not None
         lr = config.learning_rate(self.steps_taken, self._total_train_steps)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = gradients.total_norm([p.grad for p in parameters if p.grad is not None])
-        grad_norm = float(norm)
-        stepped = apply and bool(torch.isfinite(norm))
-        if stepped:
+        norm = norm / max(weight, 1.0)
+        if weight > 0:
+            divisor = torch.full_like(norm, weight)
             if config.gradient_clipping > 0:
-                gradients.clip(parameters, config.gradient_clipping, norm)
+                divisor = divisor * ((norm + 1e-6) / config.gradient_clipping).clamp(min=1.0)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            optimizer.step()
-            self.steps_taken += 1
+            gradients.step_with_divisor(optimizer, parameters, divisor, ~torch.isfinite(norm))
         optimizer.zero_grad(set_to_none=True)
-        return grad_norm, lr, stepped
+        return norm, lr
 
     def read(self, batch: Batch, head: Head) -> tuple[Tensor, Tensor]:
         packing.check_batch(batch)
@@ -381,20 +395,3 @@ class TrainStep:
         )
         read, beside = placed
         return read, beside, mb
-
-
-def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Make AdamW; norms and biases have no weight decay."""
-    # Fused AdamW takes tensors of one mesh at a time.
-    groups = [
-        {"params": chosen, "weight_decay": decay}
-        for same in gradients.by_mesh(p for p in model.parameters() if p.requires_grad)
-        for decay, chosen in (
-            (config.weight_decay, [p for p in same if p.ndim >= 2]),
-            (0.0, [p for p in same if p.ndim < 2]),
-        )
-        if chosen
-    ]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )

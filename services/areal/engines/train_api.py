@@ -228,7 +228,7 @@ class TrainEngine(abc.ABC):
             dtype: Same as in `iter_full_tensors`.
             deliver: A function that rank 0 calls in a thread. Its arguments are the tensors of
                 `iter_full_tensors`, as bytes, and an object that gathers them again (None if
-                `twice` is False).
+                `twice` is False, or if several GPUs gather in order).
             twice: Whether the weights may be gathered again. If so, the next change of the weights
                 waits for that, too. Must be equal on all ranks.
 

@@ -7,13 +7,23 @@ from pathlib import Path
 import pytest
 from tests.unit.areal_launch.gpu_machines import install as machine
 
+from areal.config.allocation import Layout
 from areal.config.experiment import (
     GRPOConfig,
     RefConfig,
     build_config,
     micro_batch_tokens,
 )
-from areal.engines.parallel.estimate import GIB, ModelShape
+from areal.engines.parallel.estimate import (
+    GIB,
+    HEAD_TOKENS,
+    LEAST_CHUNK,
+    ModelShape,
+    Setting,
+    choose,
+    choose_chunk,
+    trainer_rank,
+)
 from areal.errors import InvalidInput
 from areal_launch.doctor import memory
 from areal_launch.doctor.local import examine_here
@@ -115,6 +125,38 @@ def test_trainer_when_7b_on_eight_gpus_then_activations_decide(tmp_path):
     config.ref.offload = True
     away = memory.trainer_rank(config, shape, gpu=True).need.total - recomputed.total
     assert here - away == pytest.approx(2 * 7.6156e9 / 8, rel=1e-3)
+
+
+def test_trainer_when_moments_are_bfloat16_then_states_take_three_quarters(tmp_path):
+    config = seven_b(tmp_path)
+    shape = ModelShape.read(tmp_path)
+    wide = memory.trainer_rank(config, shape, gpu=True)
+    assert "actor.optimizer.moments=bfloat16" in wide.ways_out
+    assert config.actor.optimizer is not None
+    config.actor.optimizer.moments = "bfloat16"
+    narrow = memory.trainer_rank(config, shape, gpu=True)
+    assert narrow.need.parts["states"] * 4 == wide.need.parts["states"] * 3
+    assert "moments" not in narrow.ways_out
+
+
+def test_chunk_when_memory_is_free_then_the_head_computes_more_tokens_at_once(tmp_path):
+    config = seven_b(tmp_path)
+    shape = ModelShape.read(tmp_path)
+
+    def tokens(there: float, **options: object) -> float:
+        setting = Setting(Layout.parse("d8"), 10_240, **{"gpu": True, **options})
+        mode = choose(config.actor, shape, setting, int(there * GIB))
+        chunk = choose_chunk(config.actor, shape, setting, mode, int(there * GIB))
+        need = trainer_rank(config.actor, shape, setting, mode, chunk=chunk)
+        assert mode == "offload" or chunk == LEAST_CHUNK or need.total <= 0.8 * there * GIB
+        return chunk / shape.vocabulary
+
+    assert tokens(139) == HEAD_TOKENS
+    assert tokens(0) == tokens(139, gpu=False) == LEAST_CHUNK / shape.vocabulary
+    found = [tokens(there) for there in range(20, 140, 4)]
+    assert set(found) >= {HEAD_TOKENS, LEAST_CHUNK / shape.vocabulary}
+    config.actor.logits_chunk_elements = 1000
+    assert tokens(139) == 1000 / shape.vocabulary
 
 
 def test_tokens_when_batches_are_small_or_sequences_long_then_those_of_a_micro_batch():

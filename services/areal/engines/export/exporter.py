@@ -10,6 +10,13 @@ while rank 0 writes. Collectives have their own group.
 
 For a broadcast the weights are gathered a second time, when their digests are known and the servers
 have joined. The buckets are sent from the device, and the optimizer waits for that as well.
+
+Several GPUs gather in order instead: `begin` itself launches all exchanges, on a stream of their
+own, and only then returns. NCCL's kernels occupy a GPU until their peers have started the same
+ones. If one rank launched an exchange before a layer's all-gather and another rank after it, each
+GPU could wait for the other indefinitely. A thread cannot promise an order, but the program of the
+training thread is the same on all ranks. This costs the copy to host memory before the next step,
+and a broadcast sends what is in host memory, because a second gathering would be out of order.
 """
 
 from __future__ import annotations
@@ -52,6 +59,7 @@ class Exporter:
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_s),
         )
+        self._in_order = device.type == "cuda" and dist.get_world_size() > 1
         self._held: Held | None = None
         self._gathered = threading.Event()
         self._gathered.set()
@@ -72,7 +80,8 @@ class Exporter:
             dtype: to cast floating tensors to; None: as they are.
             deliver: called in a thread with the tensors and, with `twice`, a function that gathers
                 them again.
-            twice: the same on every rank: `deliver` may have them gathered a second time.
+            twice: the same on every rank: `deliver` may have them gathered a second time, unless
+                several GPUs gather in order; it gets None then.
 
         Returns:
             A future. On rank 0 it is done when `deliver` has returned or raised; on other ranks,
@@ -82,6 +91,9 @@ class Exporter:
         if self._device.type == "cuda":
             ready = cast("Any", torch.cuda).Event()
             ready.record()
+        host = ToHost()
+        launched = self._launch(work, ready, host) if self._in_order else None
+        twice = twice and not self._in_order
         self._gathered.clear()
         self._since = time.monotonic()
         done: Future[None] = Future()
@@ -89,7 +101,13 @@ class Exporter:
         def run() -> None:
             again = _Repeat(self, work, ready) if twice else None
             try:
-                tensors = self._gather(work, ready, last=again is None)
+                with host:
+                    end = launched if self._in_order else self._launch(work, ready, host)
+                    if end is not None:
+                        end.synchronize()
+                    if again is None:
+                        self._gathered.set()
+                    tensors = host.result()
                 if dist.get_rank() == 0:
                     deliver(tensors, again)
                 elif again is not None:
@@ -122,15 +140,16 @@ class Exporter:
             raise WaitTimeout("the gathering of weights", on="the other ranks", since=self._since)
         self.waited_s += time.monotonic() - since
 
-    def _gather(self, work: Gathering, ready: Any, *, last: bool) -> tuple[HostTensor, ...]:
-        with self.stream(ready), ToHost() as host:
+    def _launch(self, work: Gathering, ready: Any, host: ToHost) -> Any:
+        """Gather all buckets and have them copied; returns a GPU's event after the last."""
+        with self.stream(ready):
             for bucket in work.buckets():
                 host.add(bucket)
-            if ready is not None:
-                torch.cuda.current_stream().synchronize()
-            if last:
-                self._gathered.set()
-            return host.result()
+            if ready is None:
+                return None
+            end = cast("Any", torch.cuda).Event()
+            end.record()
+            return end
 
     @contextmanager
     def stream(self, ready: Any) -> Iterator[None]:

@@ -5,13 +5,17 @@
     ScalarHead       one number: a state's value, a response's score              a critic, a reward
 
 The language-model head runs only where a logprob is wanted, in chunks, so that [T, vocabulary]
-logits never exist at once for a large vocabulary:
+float32 logits never exist at once for a large vocabulary. Its passes over such tensors are what it
+costs on a GPU, so there are few of them:
 
-    forward    hidden, weight -> logits -> scale, cap, temperature -> logprob, entropy    (dropped)
-    backward   hidden, weight -> logits again -> their gradient -> hidden.grad, weight.grad
+    forward    hidden, weight -> logits -> scale, cap, temperature -> log_softmax (in chunks)
+               -> logprob, entropy, probabilities in the weight's precision (kept, all rows)
+    backward   probabilities -> the logits' gradient -> hidden.grad, weight.grad (one product each)
 
-A single chunk keeps its probabilities instead. Logits are float32 whatever the weights are, and the
-weight's gradient adds up over the chunks in float32: in 16 bits the last chunks would round away.
+Probabilities are kept if they take no more than a few float32 chunks. Otherwise the backward pass
+computes each chunk's logits again. Logits are float32 whatever the weights are, and the weight's
+gradient adds up in float32 inside one product, or over the chunks: in 16 bits the last chunks would
+round away.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from torch.autograd.function import once_differentiable
 from areal.algorithms.packing import Batch
 from areal.engines.model.guards import is_scalar
 from areal.errors import InvalidInput
+
+_KEPT_BYTES = 8
+"""For each element of a chunk, this many bytes of probabilities are kept for the backward pass."""
 
 
 class Head(Protocol):
@@ -174,17 +181,18 @@ class _Transform:
     def apply_(self, logits: Tensor) -> Tensor:
         """Apply it in place."""
         if self.cap is None:
-            factor = self.scale / self.temperature
-            return logits if factor == 1.0 else logits.mul_(factor)
+            return logits if self.factor == 1.0 else logits.mul_(self.factor)
         return logits.mul_(self.scale / self.cap).tanh_().mul_(self.cap / self.temperature)
 
-    def slope_(self, gradient: Tensor, transformed: Tensor) -> Tensor:
-        """Turn the gradient of transformed logits into that of the head's output, in place."""
-        if self.cap is not None:
-            tanh = transformed.mul_(self.temperature / self.cap)
-            gradient.mul_(tanh.square_().neg_().add_(1.0))
-        factor = self.scale / self.temperature
-        return gradient if factor == 1.0 else gradient.mul_(factor)
+    @property
+    def factor(self) -> float:
+        """What a gradient of transformed logits is multiplied by, without a cap."""
+        return self.scale / self.temperature
+
+    def slope_(self, transformed: Tensor) -> Tensor:
+        """Turn transformed logits into what a cap adds to that factor, in place."""
+        assert self.cap is not None
+        return transformed.mul_(self.temperature / self.cap).square_().neg_().add_(1.0)
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -200,22 +208,21 @@ class _LinearLogprob(torch.autograd.Function):
         transform: _Transform,
         size: int,
     ) -> tuple[Tensor, Tensor]:
-        wide = _wide(hidden)
-        trained = any(ctx.needs_input_grad[:3])
-        once = trained and len(labels) <= size and transform.cap is None
+        wide, matrix, count = _wide(hidden), _matrix(weight), len(labels)
+        # A cap's slope needs the logits, so they are computed again.
+        keeps = any(ctx.needs_input_grad[:3]) and transform.cap is None
+        keeps = keeps and count * matrix.itemsize <= size * _KEPT_BYTES
         logprobs = hidden.new_empty(labels.shape, dtype=wide)
-        entropies = hidden.new_empty(len(labels), dtype=wide)
-        kept: Tensor | None = None
-        matrix = _matrix(weight)
-        for begin in range(0, len(labels), size):
+        entropies = hidden.new_empty(count, dtype=wide)
+        likely = matrix.new_empty(count if keeps else min(size, count), len(matrix))
+        for begin in range(0, count, size):
             part = slice(begin, begin + size)
-            scores = transform.apply_(_logits(hidden[part], matrix, bias))
-            scores.sub_(scores.logsumexp(-1, keepdim=True))
+            scores = transform.apply_(_logits(hidden[part], matrix, bias)).log_softmax(-1)
             logprobs[part] = scores.gather(1, _columns(labels[part])).view(labels[part].shape)
-            likely = scores.exp()
-            entropies[part] = scores.mul_(likely).sum(-1).neg_()
-            kept = likely if once else None
-        ctx.save_for_backward(hidden, weight, bias, labels, kept)
+            here = likely[part] if keeps else likely[: len(scores)]
+            torch.exp(scores, out=here)
+            entropies[part] = scores.mul_(here).sum(-1).neg_()
+        ctx.save_for_backward(hidden, weight, bias, labels, logprobs, likely if keeps else None)
         ctx.transform, ctx.size = transform, size
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -223,31 +230,43 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, labels, kept = ctx.saved_tensors
+        hidden, weight, bias, labels, logprobs, kept = ctx.saved_tensors
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        wide = _wide(hidden)
+        wide, matrix, transform = _wide(hidden), _matrix(weight), ctx.transform
+        size = max(len(labels), 1) if kept is not None else ctx.size
+        starts = range(0, len(labels), size)
         hidden_grad = torch.empty_like(hidden) if of_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=wide) if of_weight else None
+        # A single product adds up in float32 before it rounds.
+        summed = matrix.dtype if len(starts) == 1 else wide
+        weight_grad: Tensor | None = None
         bias_grad = torch.zeros_like(bias, dtype=wide) if of_bias else None
-        matrix = _matrix(weight)
-        for begin in range(0, len(labels), ctx.size):
-            part = slice(begin, begin + ctx.size)
-            rows, chosen, above = hidden[part], _columns(labels[part]), _columns(grad[part])
+        for begin in starts:
+            part = slice(begin, begin + size)
+            rows, chosen = hidden[part], _columns(labels[part])
+            above = _columns(grad[part]) * transform.factor
             total = -above.sum(-1, keepdim=True)
-            if kept is not None:
-                change, scores = kept * total, kept
+            scores = None if kept is not None else _logits(rows, matrix, bias)
+            if scores is None:
+                likely, change = kept, torch.empty_like(kept)
             else:
-                scores = ctx.transform.apply_(_logits(rows, matrix, bias))
-                change = scores.softmax(-1).mul_(total)
-            change.scatter_add_(1, chosen, above)
-            change = ctx.transform.slope_(change, scores)
+                likely = transform.apply_(scores).softmax(-1)
+                narrow = likely.dtype != matrix.dtype
+                change = matrix.new_empty(likely.shape) if narrow else likely
+            torch.mul(likely, total, out=change)
+            # From float32: where a token is nearly certain, rounding comes after the difference.
+            exact = _columns(logprobs[part]).exp() * total + _of_equal_ids(above, chosen)
+            change.scatter_(1, chosen, exact.to(change.dtype))
+            if transform.cap is not None:
+                assert scores is not None
+                change.mul_(transform.slope_(scores))
             if bias_grad is not None:
-                bias_grad.add_(change.sum(0))
-            narrow = change.to(matrix.dtype)
+                bias_grad.add_(change.sum(0, dtype=wide))
             if hidden_grad is not None:
-                hidden_grad[part] = narrow @ matrix
-            if weight_grad is not None:
-                _add_product_(weight_grad, narrow, rows)
+                hidden_grad[part] = change @ matrix
+            if of_weight:
+                weight_grad = _add_product(weight_grad, change, rows, summed)
+        if of_weight and weight_grad is None:
+            weight_grad = torch.zeros_like(weight)
         return (
             hidden_grad,
             None if weight_grad is None else weight_grad.to(weight.dtype),
@@ -281,12 +300,23 @@ def _logits(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)
 
 
-def _add_product_(total: Tensor, change: Tensor, rows: Tensor) -> None:
-    """Add change.T @ rows to a float32 (float64) total."""
-    if total.dtype == rows.dtype or not rows.is_cuda:
-        total.addmm_(change.T, rows.to(total.dtype))
-    else:
-        total.add_(torch.mm(change.T, rows, out_dtype=total.dtype))
+def _add_product(total: Tensor | None, change: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return total + change.T @ rows as `dtype`; the total is changed in place."""
+    if not change.is_cuda:
+        rows = rows.to(change.dtype)
+    if dtype == change.dtype:
+        return torch.mm(change.T, rows) if total is None else total.addmm_(change.T, rows)
+    # addmm would add in the same pass, but some releases refuse a total wider than the factors.
+    product: Tensor = torch.mm(change.T, rows, out_dtype=dtype)
+    return product if total is None else total.add_(product)
+
+
+def _of_equal_ids(above: Tensor, ids: Tensor) -> Tensor:
+    """[N, k] -> [N, k]: each value, and those of other columns with the same id, added up."""
+    if ids.shape[1] == 1:
+        return above
+    equal = ids[:, :, None] == ids[:, None, :]
+    return torch.where(equal, above[:, None, :], 0.0).sum(-1)
 
 
 def _logit_scale(config: Any) -> float:

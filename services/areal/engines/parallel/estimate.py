@@ -7,12 +7,13 @@ What is counted, for P parameters in c bytes of compute precision, on W trainer 
 
 | part        | bytes                                                                              |
 |-------------|------------------------------------------------------------------------------------|
-| states      | 16 P / W: float32 master weights, gradients, two moments of AdamW; 0 if offloaded; |
-|             | with adapters c P / W, and 16 of each of theirs                                    |
+| states      | 16 P / W: float32 master weights, gradients, two moments of AdamW (12 P / W if     |
+|             | these are bfloat16); 0 if offloaded; with adapters c P / W, and 16 of each of      |
+|             | theirs                                                                             |
 | gathered    | FSDP's whole layers, embedding and head, c each, and gradients that are not yet    |
 |             | sharded, c + 4 each                                                                |
 | activations | of the tokens of a micro-batch: what layers keep, and one layer in full            |
-| logits      | 20 per element of a chunk: logits, log_softmax, entropy, their gradient            |
+| logits      | 20 per element of a chunk: logits, log_softmax, kept probabilities, their gradient |
 | reference   | c P / W and a gathered layer; 0 P where it is offloaded                            |
 | critic      | as the states: a model of the same sizes, trained after the actor or before it     |
 
@@ -22,6 +23,7 @@ whole gradients), whichever is larger. Gradients of earlier micro-batches are th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,11 @@ from areal.weights.safetensors import SUFFIX, read_layout
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 MASTER = 4
-_LOGIT_BYTES = 20
+HEAD_TOKENS = 4096
+"""Tokens whose logits a GPU computes at once, if they fit: fewer read the head's weight again."""
+LEAST_CHUNK = 1 << 26
+"""Elements of a logits tensor that there is always room for: 256 MiB in float32."""
+LOGIT_BYTES = 20
 # What a process takes before it has a tensor: python with torch and transformers (measured); a
 # CUDA context with NCCL's buffers.
 PROCESS, CUDA = int(0.4 * GIB), int(1.5 * GIB)
@@ -212,6 +218,7 @@ def trainer_rank(
     setting: Setting,
     mode: Checkpointing,
     reference: RefConfig | None = None,
+    chunk: int = 0,
 ) -> Need:
     """Return the memory that one trainer rank needs at its peak, on its device.
 
@@ -224,6 +231,7 @@ def trainer_rank(
         setting: ranks and tokens.
         mode: from `choose`.
         reference: a frozen model of the same sizes.
+        chunk: elements of the largest logits tensor; 0: the least.
     """
     layout, gpu = setting.layout, setting.gpu
     ranks, element = layout.per_copy, BYTES[compute_dtype(engine, gpu=gpu)]
@@ -233,7 +241,8 @@ def trainer_rank(
     layer = dense // layout.tensor + shape.expert_parameters // max(layout.experts, 1)
     root = shape.root_parameters
     tokens = -(-setting.tokens // layout.context)
-    logits = min(engine.logits_chunk_elements, tokens * shape.vocabulary)
+    chunk = engine.logits_chunk_elements or chunk or LEAST_CHUNK
+    logits = min(chunk, tokens * shape.vocabulary)
     kept, computed = (tokens * size for size in activation_bytes(shape, element, mode))
     states = 0 if engine.offload and gpu else _state_bytes(engine, shape, element) // ranks
     head, trained = shape.root_parameters // (1 if shape.tied else 2), engine.lora is None
@@ -243,7 +252,7 @@ def trainer_rank(
         "states": states,
         "gathered": sharded * element * (2 * layer + root) + trained * MASTER * head,
         "activations": shape.layers * kept + computed,
-        "logits": _LOGIT_BYTES * logits,
+        "logits": LOGIT_BYTES * logits,
     }
     ends = {
         "states": states,
@@ -266,14 +275,16 @@ def trainer_rank(
 
 def _state_bytes(engine: TrainEngineConfig, shape: ModelShape, element: int) -> int:
     """Of weights, gradients and moments of all ranks together; frozen weights are weights only."""
+    narrow = engine.optimizer is not None and engine.optimizer.moments == "bfloat16"
+    each = 2 * MASTER + 2 * BYTES["bfloat16" if narrow else "float32"]
     if engine.lora is None:
-        return 4 * MASTER * shape.parameters
+        return each * shape.parameters
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     ends = 2 * (shape.hidden + heads) + 2 * (shape.hidden + kv)
     if not shape.routed:
         ends += 3 * (shape.hidden + shape.intermediate)
     adapters = shape.layers * engine.lora.rank * ends
-    return element * shape.parameters + 4 * MASTER * adapters
+    return element * shape.parameters + each * adapters
 
 
 def choose(
@@ -303,6 +314,39 @@ def choose(
     return next((mode for mode, need in needs if need.total <= SURELY * there), "offload")
 
 
+def choose_chunk(
+    engine: TrainEngineConfig,
+    shape: ModelShape | None,
+    setting: Setting,
+    mode: Checkpointing,
+    there: int,
+    reference: RefConfig | None = None,
+) -> int:
+    """Choose the elements of the largest logits tensor for a `mode` that `choose` has returned.
+
+    That mode fits with the smallest chunk: recomputing layers costs more than reading the head's
+    weight again.
+    """
+    if engine.logits_chunk_elements:
+        return engine.logits_chunk_elements
+    if shape is None or not setting.gpu:
+        return LEAST_CHUNK
+
+    def fits(chunk: int) -> bool:
+        need = trainer_rank(engine, shape, setting, mode, reference, chunk)
+        return need.total <= _SURELY * there
+
+    return largest_chunk(shape.vocabulary, fits)
+
+
+def largest_chunk(vocabulary: int, fits: Callable[[int], bool]) -> int:
+    """Return the elements of a chunk of HEAD_TOKENS tokens, or of half as many until it fits."""
+    tokens = HEAD_TOKENS
+    while tokens * vocabulary > LEAST_CHUNK and not fits(tokens * vocabulary):
+        tokens //= 2
+    return max(tokens * vocabulary, LEAST_CHUNK)
+
+
 def compute_dtype(engine: TrainEngineConfig, *, gpu: bool) -> str:
     """The precision that `dtype: auto` stands for, or the configured one."""
     return engine.dtype if engine.dtype != "auto" else ("bfloat16" if gpu else "float32")
@@ -318,6 +362,8 @@ def ways_out(
     if lighter:
         activations.insert(0, f"actor.gradient_checkpointing={' or '.join(lighter)}")
     states = [f"more ranks to shard over ({setting.layout.ranks})"]
+    if setting.gpu and engine.optimizer is not None and engine.optimizer.moments != "bfloat16":
+        states.append("actor.optimizer.moments=bfloat16")
     if setting.gpu and not engine.offload:
         states.append("actor.offload=true")
     ways = {"activations": activations, "states": states, "reference": ["ref.offload=true"]}

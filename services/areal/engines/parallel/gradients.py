@@ -1,8 +1,9 @@
-"""Computes the norm of gradients on different meshes, and clips them by it."""
+"""Computes the norm of gradients on different meshes, and steps with scaled ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,23 +42,39 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return total.sqrt()
 
 
-def clip(parameters: Sequence[Tensor], largest: float, norm: Tensor) -> None:
-    """Scale gradients so that their norm is at most `largest`.
+def step_with_divisor(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], divisor: Tensor, skip: Tensor
+) -> None:
+    """Make a step of gradients / divisor.
+
+    On a GPU this is one pass over memory, and the host does not wait: fused AdamW divides and skips
+    by itself. A CPU divides first, because its host can read `skip` at once.
 
     Args:
-        parameters: parameters that have gradients.
-        largest: > 0.
-        norm: the norm of all gradients.
+        optimizer: fused AdamW.
+        parameters: its parameters that have gradients.
+        divisor: a scalar.
+        skip: a boolean scalar: no weight, moment or number of steps changes.
     """
-    scale(parameters, (largest / (norm + 1e-6)).clamp(max=1.0))
-
-
-def scale(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Multiply all gradients that exist by a factor."""
     grads = [_local(p.grad) for p in parameters if p.grad is not None]
-    if grads:
-        exact = factor.to(grads[0].dtype) if isinstance(factor, Tensor) else factor
-        torch._foreach_mul_(grads, exact)
+    on_cpu = divisor.device.type == "cpu"
+    if on_cpu or any(grad.dtype == torch.float64 for grad in grads):
+        torch._foreach_div_(grads, divisor.to(grads[0].dtype))
+        divisor = torch.ones_like(divisor)  # fused AdamW reads float32
+    if not on_cpu:
+        step_in_one_pass(optimizer, divisor, skip)
+    elif not skip:
+        optimizer.step()
+
+
+def step_in_one_pass(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
+    """Make a step in which fused AdamW divides or skips; see `step_with_divisor`."""
+    fused: Any = optimizer  # torch's gradient scaler passes both in this way
+    fused.grad_scale, fused.found_inf = divisor.float(), skip.float()
+    try:
+        optimizer.step()
+    finally:
+        del fused.grad_scale, fused.found_inf
 
 
 def _local(tensor: Tensor) -> Tensor:

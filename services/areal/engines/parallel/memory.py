@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from areal.config.training import Checkpointing, Kernels, TrainEngineConfig
+from areal.config.training import Checkpointing, Kernels, RefConfig, TrainEngineConfig
 from areal.engines.model import guards
 from areal.engines.parallel import estimate
 from areal.engines.parallel.estimate import GIB, ModelShape, Need, Setting
@@ -43,6 +43,8 @@ class Budget:
     """None: the model's sizes are not known."""
     there: int
     """Free bytes, of the rank that has least."""
+    chunk: int
+    """Elements of the largest logits tensor."""
     ways_out: str
     """Which settings make it need less."""
 
@@ -66,8 +68,23 @@ def budget(config: TrainEngineConfig, mesh: Mesh, device: torch.device) -> Budge
     # A reference takes its memory after the actor has chosen.
     beside = config.reference
     mode = estimate.choose(config, shape, setting, there, beside)
-    need = None if shape is None else estimate.trainer_rank(config, shape, setting, mode, beside)
-    return Budget(mode, need, there, estimate.ways_out(need, config, mode, setting))
+    chunk = estimate.choose_chunk(config, shape, setting, mode, there, beside)
+    need = None
+    if shape is not None:
+        need = estimate.trainer_rank(config, shape, setting, mode, beside, chunk)
+    return Budget(mode, need, there, chunk, estimate.ways_out(need, config, mode, setting))
+
+
+def frozen_chunk(config: TrainEngineConfig | RefConfig, hf: Any, device: torch.device) -> int:
+    """Return the elements of the largest logits tensor of a model that is only read."""
+    if config.logits_chunk_elements:
+        return config.logits_chunk_elements
+    if device.type != "cuda":
+        return estimate.LEAST_CHUNK
+    # The rest is for the model itself and for what other models of this rank compute.
+    room = free_bytes(device) // 4
+    vocabulary = int(hf.config.get_text_config().vocab_size)
+    return estimate.largest_chunk(vocabulary, lambda chunk: estimate.LOGIT_BYTES * chunk <= room)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -220,6 +220,18 @@ def _group_of(parts: list[list[int]], what: str, timeout_s: float) -> Any:
     return own
 
 
+def to_host(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Read scalars, some of which may be on a device, in one transfer."""
+    there = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
+    found = {name: float(value) for name, value in scalars.items() if name not in there}
+    if there:
+        wide = [value.detach().to(torch.float64).reshape(()) for value in there.values()]
+        device = next((each.device for each in wide if each.device.type != "cpu"), wide[0].device)
+        read = torch.stack([each.to(device, non_blocking=True) for each in wide]).cpu().tolist()
+        found |= dict(zip(there, read, strict=True))
+    return found
+
+
 def reduce_scalars(scalars: Mapping[str, Tensor | float], group: Any) -> dict[str, float]:
     """Sum scalars over a group; names that end in `_max` are combined by maximum.
 
@@ -231,8 +243,8 @@ def reduce_scalars(scalars: Mapping[str, Tensor | float], group: Any) -> dict[st
     if not names:
         return {}
     # One transfer from the device, then two small collectives.
-    parts = [torch.as_tensor(scalars[name]).detach().to(torch.float64) for name in names]
-    stacked = torch.stack([part.reshape(()) for part in parts]).cpu()
+    read = to_host(scalars)
+    stacked = torch.tensor([read[name] for name in names], dtype=torch.float64)
     if group is not None:
         largest = [name.endswith("_max") for name in names]
         maxima = stacked[largest]

@@ -95,11 +95,12 @@ def test_work_when_a_model_is_dense_then_follows_the_formula(make_engine):
     kv = config.hidden_size * config.num_key_value_heads // config.num_attention_heads
     layer = 2 * config.hidden_size * (config.hidden_size + kv)
     layer += 3 * config.hidden_size * config.intermediate_size
-    multiplied = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
     work = Work.of(hf)
-    assert work.per_token == 6 * multiplied
+    assert work.per_token == 6 * config.num_hidden_layers * layer
+    assert work.per_loss_token == 6 * config.vocab_size * config.hidden_size
     assert work.per_pair == 6 * config.num_hidden_layers * config.hidden_size
-    assert work.flops(torch.tensor([0, 3, 5])) == 5 * work.per_token + 13 * work.per_pair
+    expected = 5 * work.per_token + 13 * work.per_pair + 2 * work.per_loss_token
+    assert work.flops(torch.tensor([0, 3, 5]), 2) == expected
 
 
 def test_work_when_only_adapters_are_trained_then_frozen_matrices_cost_two_thirds(make_engine):
@@ -109,4 +110,5 @@ def test_work_when_only_adapters_are_trained_then_frozen_matrices_cost_two_third
     assert adapters > 0
     work = Work.of(hf)
     assert work.per_token == pytest.approx(plain.per_token * 4 / 6 + 6 * adapters)
+    assert work.per_loss_token == plain.per_loss_token * 4 / 6
     assert work.per_pair == plain.per_pair

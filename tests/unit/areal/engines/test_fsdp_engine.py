@@ -15,6 +15,7 @@ from tests.unit.areal.engines.train_fixtures import (
 
 from areal.algorithms import packing
 from areal.config.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.engines.checkpoint import stager_for
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.model.heads import LogprobHead, logprobs_of
 from areal.engines.model.source import load_model
@@ -326,6 +327,29 @@ def test_checkpoint_when_resumed_then_continues_bit_for_bit(
     expected = dict(engine.iter_full_tensors())
     for name, tensor in resumed.iter_full_tensors():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_stager_when_on_a_gpu_then_keeps_its_memory_and_on_a_cpu_there_is_none(
+    make_engine, tmp_path, monkeypatch
+):
+    assert stager_for(torch.device("cpu")) is None
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pinned.append(t.nbytes) or t)
+    engine, batch = make_engine(fsdp_at_world_size_1=True), make_batch()
+    engine._stager = stager_for(torch.device("cuda"))
+    resumed = make_engine(fsdp_at_world_size_1=True)
+    for number in range(3):
+        engine.train_batch(batch, weighted_loss)
+        saved = engine.save_checkpoint(tmp_path / str(number), background=True)
+        expected = engine.forward(batch)
+        engine.train_batch(batch, weighted_loss)  # does not change what is being written
+        saved.result(timeout=60)
+        resumed.load_checkpoint(tmp_path / str(number))
+        assert torch.equal(resumed.forward(batch), expected)
+        if number == 0:
+            once = len(pinned)
+    assert len(pinned) == once
+    assert sum(pinned) >= 0.9 * engine.checkpoint_bytes()
 
 
 def test_load_checkpoint_when_it_is_not_one_then_names_what_is_missing(make_engine, tmp_path):

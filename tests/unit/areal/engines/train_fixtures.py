@@ -46,14 +46,15 @@ def gradients(engine, batch, loss_fn=weighted_loss):
     held = {}
     original = engine.step._optimizer_step
 
-    def keep(**_):
+    def keep(weight):
         for name, parameter in engine.model.named_parameters():
             if not parameter.requires_grad:
                 continue
             grad = parameter.grad
             held[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+            held[name] /= max(weight, 1.0)
         engine.step.optimizer.zero_grad(set_to_none=True)
-        return 0.0, 0.0, True
+        return torch.zeros(()), 0.0
 
     engine.step._optimizer_step = keep
     try:

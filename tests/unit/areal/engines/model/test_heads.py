@@ -77,6 +77,23 @@ def test_head_when_differentiated_numerically_then_agrees(rows, config):
     assert torch.autograd.gradcheck(run, (hidden, *model.head.parameters()))
 
 
+@pytest.mark.parametrize("rows", [TOKENS, TOKENS // 2, 4])
+@pytest.mark.parametrize("config", [{}, {"final_logit_softcapping": 2.0}], ids=str)
+def test_head_when_a_token_has_several_ids_some_equal_then_each_counts(rows, config):
+    model, hidden, *_ = make_case(0, **config)
+    labels = torch.randint(4, (TOKENS, 5))  # five of four ids: at least two are equal
+    above = torch.randn(TOKENS, 5, dtype=torch.float64)
+    inputs = [hidden, model.head.weight]
+    columns = [plain(model, hidden, column, 0.7)[0] for column in labels.T]
+    expected = torch.stack(columns, -1), None
+    ours = chosen_logprobs(model, hidden, labels, 0.7, chunk_elements=rows * VOCABULARY)
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(
+        gradients(ours, above, *inputs), gradients(expected, above, *inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
 def test_head_when_frozen_then_gives_no_gradient_to_it():
     model, hidden, labels, above = make_case(0)
     model.head.requires_grad_(False)
