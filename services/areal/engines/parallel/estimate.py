@@ -334,7 +334,7 @@ def choose_chunk(
 
     def fits(chunk: int) -> bool:
         need = trainer_rank(engine, shape, setting, mode, reference, chunk)
-        return need.total <= _SURELY * there
+        return need.total <= SURELY * there
 
     return largest_chunk(shape.vocabulary, fits)
 
