@@ -234,7 +234,7 @@ class Measurement:
             return
         # As rewards get it: files of images would not fit into a line.
         data = {name: value for name, value in task.data.items() if name != "images"}
-        line = {"task_id": task.task_id, "data": data, "answers": []}
+        line: dict[str, Any] = {"task_id": task.task_id, "data": data, "answers": []}
         self._lines.append(line)
         if record.group is not None:
             line["answers"] = [
