@@ -204,6 +204,9 @@ def same(gold: Form, found: Form) -> bool:
         return gold.kind != "clock" or not {gold.signs, found.signs} >= {"a", "p"}
     gold, found = _single(gold, found), _single(found, gold)
     kinds = {gold.kind, found.kind}
+    if kinds == {"leaf", "tuple"}:
+        gold, found = _interval(gold), _interval(found)
+        kinds = {gold.kind, found.kind}
     if "relation" in kinds:
         return _same_relation(gold, found)
     if kinds == {"leaf"}:
@@ -368,7 +371,36 @@ def _same_items(gold: tuple[Form, ...], found: tuple[Form, ...]) -> bool:
     return True
 
 
+def _interval(form: Form) -> Form:
+    """The interval of an inequality in one name, x > 3 as (3, ∞); anything else as it is."""
+    if form.kind == "leaf" and squeezed(form.text) in ("\\mathbb{R}", "\\mathbbR", "ℝ"):
+        return read("(-\\infty, \\infty)")
+    if form.kind != "relation":
+        return form
+    for each in (form, _turned(form)):
+        if each is None or not each.signs or not set(each.signs) <= set("<≤"):
+            continue
+        named = [_is_name(item.text) for item in each.items]
+        low, high, signs = "-\\infty", "\\infty", each.signs
+        if named == [True, False]:
+            high, signs = each.items[1].text, "<" + signs
+        elif named == [False, True]:
+            low, signs = each.items[0].text, signs + "<"
+        elif named == [False, True, False]:
+            low, high = each.items[0].text, each.items[2].text
+        else:
+            continue
+        return read(
+            f"{'(' if signs[0] == '<' else '['}{low}, {high}{')' if signs[1] == '<' else ']'}"
+        )
+    return form
+
+
 def _same_relation(gold: Form, found: Form) -> bool:
+    if gold.kind == "tuple" or found.kind == "tuple":
+        gold, found = _interval(gold), _interval(found)
+        if "relation" not in (gold.kind, found.kind):
+            return same(gold, found)
     if gold.kind != "relation":
         value = _defined(found)
         return value is not None and same(gold, value)

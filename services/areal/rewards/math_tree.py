@@ -320,7 +320,9 @@ class _Reader:
         if self._skip("^"):
             power = self._signed(self._exponent)
             if power == Node("minus", parts=(Node("number", "1"),)):
-                raise Unreadable("an inverse function")
+                if f"a{_FUNCTIONS[name]}" not in _FUNCTIONS.values():
+                    raise Unreadable("an inverse function")
+                name, power = f"a{name}", None
         bracketed = self._next() in ("(", "{", "[")
         inner = self._primary() if bracketed else self._plain_argument()
         node = Node("function", _FUNCTIONS[name], (inner,))

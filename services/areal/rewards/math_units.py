@@ -236,7 +236,10 @@ _LABEL = re.compile(
     r"([A-Za-z' ,\-]*?[A-Za-z]) ?(?::|=|≈| )\s*(?=[-+]?\s*[$£€¥₹]?\s*(?:\.?\d|\\frac|§))"
 )
 _WORD = re.compile(r"[A-Za-z']+")
-_BARE_WORDS = re.compile(r"\s*\(\s*[A-Za-z][A-Za-z ,'\-]*\)$")
+_BARE_WORDS = re.compile(
+    r"(?P<before>.*?)\s*\(\s*[A-Za-z][A-Za-z ,'\-]+\)|(?P<number>.*\d) +\([A-Za-z]\)"
+)
+_APPLIED = re.compile(r"\\[A-Za-z]+$")
 _ONES = [
     "zero",
     "one",
@@ -301,7 +304,7 @@ def amount(text: str, strict: bool = False) -> Amount:
         text: The text.
         strict: A single letter after a space ("5 m") is a variable, not a unit.
     """
-    text = _BARE_WORDS.sub("", text) or text
+    text = _without_remark(text)
     text = _FRACTION_UNIT.sub(r" \1/\2\3", _digits_for_words(text))
     text = _SYMBOL_OF_DEGREES.sub(r"^\\circ §\1", _ORDINAL.sub("", text))
     if label := _LABEL.match(text):
@@ -333,6 +336,15 @@ def amount(text: str, strict: bool = False) -> Amount:
     if unit and words[:1] != [unit]:
         words = [unit, *words]
     return Amount(sign + core, " ".join(words), percent, shift)
+
+
+def _without_remark(text: str) -> str:
+    r"""Leaves out words in brackets at the end, "18 (eggs)"; \sin(x) and f(x) are no such thing."""
+    found = _BARE_WORDS.fullmatch(text)
+    if found is None:
+        return text
+    kept: str = (found["before"] or found["number"] or "").rstrip()
+    return text if not kept or _APPLIED.search(kept) else kept
 
 
 def compatible(left: str, right: str) -> bool:
