@@ -39,6 +39,9 @@ _SIGMAS = 5.0
 """Standard errors by which two means must differ. A run is looked at after each of its steps, so
 chance has thousands of tries."""
 
+_ABSURD = 1e100
+"""No metric reaches it, and squares of what is below it are finite."""
+
 Row = Mapping[str, Any]
 
 
@@ -110,11 +113,11 @@ def of_run(expected: Sequence[Finding], rows: Sequence[Row]) -> list[Finding]:
 
 
 def figures(rows: Sequence[Row], key: str) -> list[float]:
-    """Returns a key's finite numbers; rows without one are skipped."""
+    """Returns a key's numbers; rows without one, or with one that none can be, are skipped."""
     return [
         float(value)
         for row in rows
-        if isinstance(value := row.get(key), int | float) and math.isfinite(value)
+        if isinstance(value := row.get(key), int | float) and abs(value) < _ABSURD
     ]
 
 

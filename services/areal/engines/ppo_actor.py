@@ -15,7 +15,6 @@ from areal.config.training import PPOActorConfig, RefConfig
 from areal.engines.export.publishing import make_publisher
 from areal.errors import InvalidInput, TrainingDiverged
 from areal.models.directory import serving_dtype
-from areal.recipe import called_at
 from areal.training.metric_names import named
 from areal.training.session import current_session
 from areal.types import WeightUpdateMeta
@@ -214,11 +213,7 @@ class FSDPPPOActor:
         if self.frozen:
             raise InvalidInput("upload_weights: this model is frozen; call it on the actor")
         session = self.session
-        if not session.batch_at:
-            raise InvalidInput(
-                f"{called_at()}: upload_weights: step {session.step + 1} has no batch: expected "
-                "prepare_batch first, since each call of upload_weights ends a step"
-            )
+        session.check_batch()
         session.confirm_version()  # that of the step before, beside which this step was taken
         start = time.monotonic()
         version = session.step + 1

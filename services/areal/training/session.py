@@ -478,6 +478,14 @@ class TrainerSession(Ranks):
         """Returns a recorded result, even of an earlier incarnation; the same on every rank."""
         return self.on_rank0(lambda: self._files.results.get(name) if self._files else None)
 
+    def check_batch(self) -> None:
+        """Raises InvalidInput at the end of a step that has no batch."""
+        if not self.batch_at:
+            raise errors.InvalidInput(
+                f"{called_at()}: upload_weights: step {self.step + 1} has no batch: expected "
+                "prepare_batch first, since each call of upload_weights ends a step"
+            )
+
     def check_complete(self, main: str, ended: object) -> None:
         """Refuses the end of a recipe's `main` before its last step; saves the steps it has taken.
 

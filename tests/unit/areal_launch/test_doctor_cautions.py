@@ -16,7 +16,9 @@ def test_doctor_when_sampling_is_truncated_then_a_note_says_what_it_does(tmp_pat
             "gconfig.top_k 20: answers are sampled",
         ),
     ):
-        config = build_config(GRPOConfig, None, [f"run_root={tmp_path}", *overrides])
+        config = build_config(
+            GRPOConfig, None, ["gconfig.n_samples=2", f"run_root={tmp_path}", *overrides]
+        )
         found = {each.name: each for each in examine_here(config, can_prepare=False)}
         assert found["config"].verdict is verdict
         assert words in found["config"].found

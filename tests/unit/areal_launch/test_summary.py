@@ -229,7 +229,7 @@ def test_status_when_a_finished_run_is_given_more_steps_then_an_interruption_is_
 
 def test_summary_when_a_run_cannot_learn_then_a_line_says_so_and_a_healthy_run_has_none() -> None:
     config = GRPOConfig()
-    config.actor.optimizer.lr = 30.0
+    config.actor.optimizer.lr, config.actor.reward_norm = 30.0, "group/group"
     rows = [row(s, 0.0) | {"rollout/truncated": 0.9} for s in range(1, 46)]
     summary = summarize(rows=rows, findings=of_config(config))
     rules = [each["rule"] for each in summary["findings"]]

@@ -70,6 +70,7 @@ def run(tmp_path: Path) -> Check:
         config.model.path = str(changes.get("model_path", model))
         config.model.context_length = changes.get("context_length", 256)
         config.gconfig.n_samples = 4
+        config.actor.reward_norm = "group/group"
         config.gconfig.max_new_tokens = 32
         save_config(config, tmp_path / "config.yaml")
         findings = tmp_path / "findings.jsonl"

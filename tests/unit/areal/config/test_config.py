@@ -69,7 +69,9 @@ def test_build_config_when_wrong_then_one_line_names_key_and_expectation(overrid
 
 def test_cautions_when_sampling_is_truncated_then_one_line_each_and_else_none():
     assert cautions(GRPOConfig()) == []
-    config = build_config(GRPOConfig, None, ["gconfig.top_p=0.9", "gconfig.top_k=50"])
+    config = build_config(
+        GRPOConfig, None, ["gconfig.top_p=0.9", "gconfig.top_k=50", "gconfig.n_samples=2"]
+    )
     first, second = cautions(config)
     assert first.startswith("gconfig.top_p 0.9: ")
     assert second.startswith("gconfig.top_k 50: ")

@@ -92,13 +92,20 @@ def test_main_when_it_ends_early_then_refused_and_its_steps_are_saved(session, t
         session.finish_step()
     with pytest.raises(InvalidInput, match=rf"^mine/x\.py:9: main ended after {taken} of 3 steps"):
         session.check_complete("mine/x.py:9", None)
-    assert [each.step for each in session.folder.list()] == [taken]
+    assert [each.step for each in session.folder.list()] == [taken] * bool(taken)
 
 
 def test_main_when_it_returns_a_reason_then_it_may_end_early(session) -> None:
     session.attach(Actor())
     session.check_complete("mine/x.py:9", "good enough")
     assert session.result("ended_early") == "good enough"
+
+
+def test_upload_weights_when_the_step_has_no_batch_then_refused(session) -> None:
+    with pytest.raises(InvalidInput, match=r"upload_weights: step 1 has no batch: expected prep"):
+        session.check_batch()
+    load_recipe(RECIPE, "mine/x.py").take(session)
+    session.check_batch()
 
 
 def test_main_when_it_trains_no_model_then_no_step_is_expected(session) -> None:
