@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
