@@ -12,7 +12,6 @@ from areal_weight_sync.confirmation import Confirmation
 from areal_weight_sync.engine.base import Fault
 from areal_weight_sync.limits import Pace, UpdateSlots
 from areal_weight_sync.server_state import ServerRecord
-from areal_weight_sync.turns import Turns
 from areal_weight_sync.versions import DigestCache
 
 
@@ -84,7 +83,6 @@ class CoordinatorView(Protocol):
     pauses: Pace
     probes: Pace
     broadcasts: Broadcasts
-    turns: Turns
 
     @property
     def target(self) -> PolicyVersion | None:

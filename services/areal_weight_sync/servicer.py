@@ -121,11 +121,3 @@ class WeightSyncService(pb_grpc.WeightSyncServiceServicer):
         server_id, _ = normalize_url(request.url)
         self._active().report(server_id, request.cause)
         return pb.ReportServerResponse()
-
-    async def HoldServers(
-        self, request: pb.HoldServersRequest, context: _Context
-    ) -> pb.HoldServersResponse:
-        """Has servers sleep while a trainer computes on their GPUs."""
-        lease = request.lease.ToMilliseconds() / 1000
-        awake = await self._active().hold(request.incarnation, lease)
-        return pb.HoldServersResponse(awake_server_ids=awake)
