@@ -229,6 +229,11 @@ def test_inference_when_fuzzed_then_no_server_error_and_it_stays_as_it_was(
             # 503 is what /ready and /health_generate say of a pause.
             many = 4 * short if path == "/generate" else short
             problems.append(fuzz_route(url, method, path, seeds.get(path), many, allowed=[503]))
+            if path == "/release_memory_occupation":  # what was given back comes again
+                httpx.post(f"{url}/resume_memory_occupation", json={}, timeout=30)
+                body = {"model_path": model, "weight_version": "0", "flush_cache": False}
+                loaded = httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=60)
+                loaded.raise_for_status()
             httpx.post(f"{url}/continue_generation", json={}, timeout=30).raise_for_status()
     problems.append(fuzz_socket(url, SHORT))
     found = [problem for problem in problems if problem]

@@ -79,7 +79,7 @@ def test_rows_when_the_hub_has_another_form_then_its_own_conversion_is_read(
     hub.files = {"sums.csv": b"n\n1\n"}
     hub.other_revisions["refs/convert/parquet"] = {"default/train/0000.parquet": table({"n": 1})}
     assert load("hf://lab/sums") == [{"n": 1}]
-    assert "no .parquet or .jsonl files" in load("hf://lab/sums@main")
+    assert "no .parquet, .jsonl or .json files" in load("hf://lab/sums@main")
 
 
 @pytest.mark.parametrize(

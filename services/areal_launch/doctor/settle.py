@@ -67,8 +67,9 @@ def settle(config: BaseExperimentConfig, shape: ModelShape | None, machine: Mach
             whys.append("servers and trainer share no GPU")
         if sharing is Sharing.ALTERNATING:
             raise CannotStart(
-                f"allocation_mode {given!r}: taking turns on a GPU is not built yet; "
-                f"{'; '.join(whys)}"
+                f"allocation_mode {given!r}: {'; '.join(whys)}; but taking turns on a GPU is not "
+                "complete yet (docs/gpu.md): use more or larger GPUs, or a smaller model or "
+                "model.context_length"
             )
         config.allocation_mode = said_how(config.allocation_mode, sharing)
     validate(config)
