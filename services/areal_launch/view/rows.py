@@ -30,8 +30,8 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def column(rows: Sequence[Row], key: str) -> list[float]:
-    """Returns the values of one key; rows without it are skipped."""
-    return [float(row[key]) for row in rows if key in row]
+    """Returns the values of one key; rows without it, or with null for NaN, are skipped."""
+    return [float(row[key]) for row in rows if row.get(key) is not None]
 
 
 def recent_mean(rows: Sequence[Row], key: str) -> float:

@@ -242,3 +242,8 @@ def test_summary_when_a_run_cannot_learn_then_a_line_says_so_and_a_healthy_run_h
     healthy = summarize()
     assert healthy["findings"] == []
     assert not {"will not learn"} & {label for label, _ in summary_lines(healthy)}
+
+
+def test_column_when_a_row_has_null_for_a_value_that_is_no_number_then_skipped() -> None:
+    rows = [{"train/loss": 0.5}, {"train/loss": None}, {}, {"train/loss": 1.5}]
+    assert column(rows, "train/loss") == [0.5, 1.5]
