@@ -157,7 +157,10 @@ def test_forward_when_rope_would_depend_on_the_neighbors_then_refuses_long_seque
     short = make_batch(vocabulary=96)
     torch.testing.assert_close(engine.forward(short), alone(hf, short), atol=4e-5, rtol=0)
     long = packing.pack([{"input_ids": [5] * 25, "loss_mask": [False] + [True] * 24}])
-    with pytest.raises(InvalidInput, match=r"sequence of 25 tokens: beyond 24 .*rope|25 tokens, expected at most 24"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"sequence of 25 tokens: beyond 24 .*rope|25 tokens, expected at most 24",
+    ):
         engine.forward(long)
 
 
