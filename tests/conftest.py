@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from tests.plugins.costs import Costs
 from tests.plugins.order import Order, commit
 from tests.plugins.process_marker import ProcessMarker
+
+from areal.chassis.logging import LossyStream
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +37,18 @@ def pytest_configure(config: pytest.Config) -> None:
         plugins.append(Costs(folder))
     for plugin in plugins:
         config.pluginmanager.register(plugin)
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """A main function that ran in this process set up logs to a stream that is closed by now."""
+    yield
+    if structlog.is_configured():
+        structlog.reset_defaults()
+        structlog.contextvars.clear_contextvars()
+        for handler in logging.getLogger().handlers[:]:
+            if isinstance(getattr(handler, "stream", None), LossyStream):
+                logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
