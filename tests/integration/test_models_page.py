@@ -50,6 +50,7 @@ def test_architectures_when_all_are_listed_then_those_tried_each_time_are_among_
     assert {row.model_type for row in rows_of_the_page()} >= TRIED
 
 
+@pytest.mark.process  # some of transformers' models compile a kernel when they are imported
 @pytest.mark.parametrize("row", architectures(), ids=lambda row: row.model_type)
 @pytest.mark.filterwarnings("ignore")
 def test_architecture_when_tried_then_is_what_the_page_says(row):

@@ -137,6 +137,8 @@ def plain_messages(messages: Any, arguments_as_text: bool = False) -> list[Messa
 def _plain(message: Any, where: str, as_text: bool) -> Message:
     if not isinstance(message, Mapping) or message.get("role") is None:
         raise InvalidInput(f"{where}: expected an object with 'role' and 'content'")
+    if not isinstance(message["role"], str):
+        raise InvalidInput(f"{where}.role: {message['role']!r:.80}, expected text")
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[name] for name in REASONING if name in plain), None)
     if reasoning is not None:

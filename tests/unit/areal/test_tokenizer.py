@@ -131,6 +131,7 @@ def test_eos_when_several_files_name_some_then_all_are_kept(tmp_path):
         ([{"role": "user", "content": "x"}, {"content": "x"}], r"messages\[1\]"),
         ([{"role": "tool", "content": "x"}], "unexpected role tool"),
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": 5}], None),
+        ([{"role": [], "content": "1"}], r"messages\[0\].role: \[\], expected text"),
     ],
 )
 def test_chat_template_when_messages_are_malformed_then_names_them(tmp_path, messages, expected):
