@@ -82,7 +82,7 @@ OTHER_NAMES = {
 ACCOUNT: Json = {
     "type": "object",
     "additionalProperties": False,
-    "properties": {"create": FLAG, "name": TEXT, "annotations": TEXTS, "automount": FLAG},
+    "properties": {"create": FLAG, "name": TEXT, "annotations": TEXTS},
 }
 FAMILIES: Json = {
     "ipFamilyPolicy": {"enum": ["", "SingleStack", "PreferDualStack", "RequireDualStack"]},
@@ -104,7 +104,8 @@ def schema() -> Json:
         own = properties[name]["properties"]
         own |= copy.deepcopy({key: each for key, each in pod.items() if key not in own})
         own |= {"serviceAccountName": TEXT, "serviceAccount": copy.deepcopy(ACCOUNT)}
-        own.setdefault("service", copy.deepcopy(SERVICE))
+        if name != "prepare":  # a Job without a Service
+            own.setdefault("service", copy.deepcopy(SERVICE))
     properties["common"]["properties"] |= copy.deepcopy(pod) | {"service": SERVICE}
     return whole
 

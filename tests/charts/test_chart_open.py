@@ -109,6 +109,21 @@ def test_values_when_a_letter_is_wrong_then_the_key_is_named(setting):
     assert wrong in said
 
 
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("reward.autoscaling.pollingInterval=5", "type is HPA: set reward.autoscaling.type=Scaled"),
+        ("weightSync.serviceAccount.create=false", "set weightSync.serviceAccountName"),
+        ("gateway.httpRoute.enabled=true", "parentRefs is empty: name the Gateway"),
+        ("gateway.ingress.enabled=true,gateway.ingress.tls=true", "hostname is empty"),
+        ("prepare.service.annotations.a=b", "service is not allowed"),
+        ("trainer.serviceAccount.automount=true", "automount is not allowed"),
+    ],
+)
+def test_values_when_they_would_be_ignored_then_a_sentence_says_so(setting, sentence):
+    assert sentence in refusal("--set", setting)
+
+
 def keys_of(node):
     if isinstance(node, dict):
         for key, value in node.items():

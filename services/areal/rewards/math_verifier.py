@@ -26,7 +26,7 @@ _WALL_S = 5.0
 _MAX_CHARS = 300
 _BEYOND = re.compile(
     r"\\(?:sum|prod|i{0,2}int|oint|lim|[bp]?mod|max|min|gcd|lcm|det|dim|partial|nabla|cap|setminus)"
-    r"(?![A-Za-z])"
+    r"(?![A-Za-z])|\\Gamma\s*(?:\\left)?\(|\\d?frac\s*\{\s*d\s*\}\s*\{\s*d"
 )
 """What our own grammar lacks and math-verify has."""
 _WARM = (r"\int_0^1 x^2 dx", r"\sum_{k=1}^{3} \frac{k}{2}", r"\lim_{x \to 0} \sin(x)+\sqrt{2}")
@@ -37,6 +37,7 @@ def is_beyond(text: str) -> bool:
     return bool(_BEYOND.search(text))
 
 
+@lru_cache(maxsize=1024)
 def verified(gold: str, found: str) -> bool:
     """Whether math-verify finds two expressions equal.
 
