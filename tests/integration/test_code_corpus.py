@@ -133,6 +133,15 @@ FAIL = {
         "import unittest\nclass T(unittest.TestCase):\n"
         "    def test(self): self.assertEqual(half(2), 2)",
     ),
+    "the tests have something of the name main": (
+        HALF,
+        "class App:\n    main = 1\ndef test_half():\n    assert half(2) == 2 * App.main",
+    ),
+    "unittest does not exit": (
+        HALF,
+        "import unittest\nclass T(unittest.TestCase):\n"
+        "    def test(self): self.assertEqual(half(2), 2)\nunittest.main(exit=False)",
+    ),
     "an assertion is about a mean": (HALF, "assert abs(half(3) - 1.4) < 0.05"),
     "the code ends a loop of the tests": (
         "def half(x):\n    raise StopIteration",
