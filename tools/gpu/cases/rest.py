@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from tools.gpu.models import batch_of, engine, make
 
 from areal.engines.sft import train_lm
@@ -19,6 +20,8 @@ _SMALL = (
     *("warm_start_steps=1", "train_problems=200", "heldout_problems=4"),
 )
 _STACK = ("grpc", "hiredis", "nats", "omegaconf", "opentelemetry", "orjson", "redis", "uvicorn")
+# SGLang is not carried, so the CPU engine serves what the GPU trains.
+_ON_GPU = ("stack.gpus_per_node=1", "stack.inference_command=cpu")
 RECIPE = Path(__file__).parents[3] / "examples" / "arithmetic_grpo.py"
 
 
@@ -30,11 +33,12 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
         return {"stack": f"needs {absent[0]}", **_alone(steps)}
     root = Path(tempfile.mkdtemp(prefix="gpu-stack-"))
     small = _SMALL if miniature else ()
+    placed = _ON_GPU if torch.cuda.is_available() else ()
     for total in (steps, 2 * steps):
         command = [sys.executable, "-m", "areal_launch", "run", str(RECIPE), f"run_root={root}"]
         # The recipe's own path is that of the demo, which would train what a miniature left there.
         model = f"model.path={root}/model"
-        subprocess.run([*command, model, f"total_train_steps={total}", *small], check=True)
+        subprocess.run([*command, model, f"total_train_steps={total}", *placed, *small], check=True)
     (file,) = root.rglob("metrics.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows = [row for row in rows if "time/step" in row][-steps:]
