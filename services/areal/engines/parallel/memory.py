@@ -143,16 +143,27 @@ _KEPT = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_flash_attention_forward", "torch_attn::_varlen_attn",
+        "aten::_cudnn_attention_forward",
         "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd",
     }
 )  # fmt: skip
 
 
-def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> Any:
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
+_DEEP = 512
+"""A product that adds up fewer terms costs a GPU less than to read its result from memory: an
+adapter's second one, whose result is as large as the layer's own."""
+
+
+def _policy(_: Any, operator: Any, *args: Any, **__: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
     name = operator.name().partition(".")[0]
-    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    keeps = name in _KEPT
+    if name in _PRODUCTS:
+        rows = args[1 if name == "aten::addmm" else 0]
+        keeps = rows.shape[-1] >= _DEEP
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def use_kernels(
