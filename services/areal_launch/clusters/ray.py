@@ -36,6 +36,7 @@ from areal_launch.clusters.base import (
 )
 from areal_launch.gpus.visible import VARIABLE
 from areal_launch.processes.descendants import STACK_VARIABLE
+from areal_launch.processes.inherited import FOREIGN
 from areal_launch.processes.process import (
     CHILD_ENVIRONMENT,
     Child,
@@ -185,14 +186,23 @@ def _runner() -> type:
             self._error = ""
 
         def start(
-            self, argv: list[str], environment: dict[str, str], log: str, folder: str
+            self,
+            argv: list[str],
+            environment: dict[str, str],
+            log: str,
+            folder: str,
+            foreign: str,
         ) -> tuple[str, int]:
             """Returns its node and its pid; raises RuntimeError when it cannot be started."""
             import os
+            import re
             import subprocess
             import threading
 
             import ray
+
+            # Of the node, where Ray may have been started by another launcher.
+            known = {k: v for k, v in os.environ.items() if not re.fullmatch(foreign, k)}
 
             def run() -> None:
                 try:
@@ -202,7 +212,7 @@ def _runner() -> type:
                             stdin=subprocess.DEVNULL,
                             stdout=output,
                             stderr=output,
-                            env={**os.environ, **environment},
+                            env={**known, **environment},
                             cwd=folder,
                             start_new_session=True,
                         )
@@ -274,6 +284,7 @@ class RayLife:
                     {**environment, "PET_NODE_RANK": str(rank)},
                     str(spec.log.resolve()),
                     str(Path.cwd()),
+                    FOREIGN,
                 )
                 for rank, actor in enumerate(actors)
             ]
@@ -314,7 +325,7 @@ class RayLife:
         """What a child gets beside the node's own environment."""
         whole = child_environment(self._stack_id, self._spec.name, {})
         keys = ("PYTHONPATH", *CHILD_ENVIRONMENT, STACK_VARIABLE, PROCESS_VARIABLE)
-        own = {key: whole[key] for key in keys}
+        own = {key: whole[key] for key in (*keys, "no_proxy", "NO_PROXY") if key in whole}
         # Which GPUs a bundle has is for Ray to say; a process without any sees none.
         given = {k: v for k, v in self._spec.environment.items() if k != VARIABLE or not v}
         return {**own, **given}

@@ -23,6 +23,7 @@ from areal.training.run_files import EVALUATIONS, best_step
 from areal.weights.manifest import PolicyVersion, build_manifest, stored_versions
 from areal.weights.objects import ObjectStore
 from areal.weights.servers import ServerState
+from areal_launch.processes.process import python_environment
 from areal_launch.run_folder import find_run
 from areal_launch.view.output import print_json, print_table, say
 
@@ -102,7 +103,7 @@ def export_version(run: Path | None, which: str, to: Path) -> int:
     start = run_folder.started_in()
     arguments = [run_folder.config_file, checkpoints[step].path, half, start]
     done = subprocess.run(  # noqa: S603
-        [*command, *map(str, arguments)], check=False, stdout=sys.stderr
+        [*command, *map(str, arguments)], check=False, stdout=sys.stderr, env=python_environment()
     )
     if done.returncode:
         return done.returncode
