@@ -21,13 +21,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from areal.addresses import everywhere, loopback
 from areal.chassis.process import PROCESS_VARIABLE
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, CannotStart, WaitTimeout
 from areal_launch.clusters.base import (
-    EVERYWHERE,
-    HOST,
     Cluster,
     Placement,
     count_nodes,
@@ -121,12 +120,12 @@ class RayCluster(Cluster):
 
         def node(bundle: int) -> Node:
             gpus = tuple(map(str, range(int(self._bundles[bundle].get("GPU", 0)))))
-            return Node(str(bundle), HOST if alone else addresses[placed[bundle]], gpus)
+            return Node(str(bundle), loopback() if alone else addresses[placed[bundle]], gpus)
 
         servers = len(self._bundles) - count_nodes(config).trainer_nodes
         return Placement(
-            control=HOST if alone else addresses[here],
-            bind=HOST if alone else EVERYWHERE,
+            control=loopback() if alone else addresses[here],
+            bind=loopback() if alone else everywhere(),
             inference=tuple(node(bundle) for bundle in range(servers)),
             trainer=tuple(node(bundle) for bundle in range(servers, len(self._bundles))),
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 import areal
+from areal.addresses import loopback
 from areal.chassis.process import PROCESS_VARIABLE
 from areal.security import without_secrets
 from areal_launch.processes.descendants import STACK_VARIABLE, end_tagged
@@ -49,7 +50,7 @@ class Node:
 
     name: str = ""
     """Its name in the cluster (Slurm, Ray); empty: the launcher's own."""
-    address: str = "127.0.0.1"
+    address: str = field(default_factory=loopback)
     """At which the others reach it."""
     gpus: tuple[str, ...] = ()
     """As CUDA_VISIBLE_DEVICES names them: indices, UUIDs or slices (MIG)."""
