@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from areal.chassis.logging import get_logger
+from areal.chassis.rare_log import RareLog
 from areal.config.services import in_object_store
 from areal.errors import InvalidInput
 from areal.weights.delta import complete
@@ -144,7 +145,13 @@ def collect_objects(url: str, current: int, keep: int, in_use: Iterable[str]) ->
 
 
 async def collect(
-    root: Path, objects: str, current: int, keep: int, in_use: Iterable[str], digests: DigestCache
+    root: Path,
+    objects: str,
+    current: int,
+    keep: int,
+    in_use: Iterable[str],
+    digests: DigestCache,
+    routine: RareLog,
 ) -> None:
     """Runs `collect_garbage` and `collect_objects` in a thread, and logs the result."""
     log, busy = get_logger("areal.weight_sync.published"), list(in_use)
@@ -159,4 +166,4 @@ async def collect(
     for folder in deleted:
         digests.forget(folder)
     if names or deleted:
-        log.info("old_versions_deleted", folders=[*names, *(f.name for f in deleted)])
+        routine.info("old_versions_deleted", folders=[*names, *(f.name for f in deleted)])

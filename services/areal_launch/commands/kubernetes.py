@@ -38,6 +38,7 @@ from areal_launch.run_folder import RunFolder, write_json
 from areal_launch.stack.remote import RemoteStack
 from areal_launch.view.display import Display, choose_display
 from areal_launch.view.poller import LAST_LOOK_S, Snapshot
+from areal_launch.view.rows import read_rows
 from areal_launch.view.summary import build_summary
 
 LOOK_INTERVAL_S = 3.0
@@ -181,6 +182,18 @@ class ReleaseFollower(Follower):
         self.stack.config.endpoints = release.endpoints(ports)
         security = await asyncio.to_thread(release.security)
         self.show(self.stack.config.endpoints, security)
+        assert self.poller is not None
+        self.stack.folder.metrics_file.unlink(missing_ok=True)  # all rows come again
+        self.poller.listen(self._keep_row)
+
+    def _keep_row(self, row: dict[str, Any]) -> None:
+        """The poller forgets some of a long run."""
+        file = self.stack.folder.metrics_file
+        try:
+            with file.open("a", encoding="utf-8") as rows:
+                rows.write(json.dumps(row) + "\n")
+        except OSError as error:
+            self.say(f"{file}: step {row['step']} was not written: {error.strerror}")
 
     def _check_deadline(self) -> None:
         limit = max(PULL_S, self._release.config.setup_timeout_s)
@@ -209,7 +222,7 @@ class ReleaseFollower(Follower):
             error = ArealError(" | ".join([outcome.cause, *words]))
         summary = build_summary(
             status=outcome.word,
-            rows=snapshot.rows,
+            rows=read_rows(folder.metrics_file) or snapshot.rows,
             results={},
             snapshot=snapshot,
             wall_s=time.monotonic() - self._began,
@@ -220,9 +233,6 @@ class ReleaseFollower(Follower):
             findings=of_config(stack.config) if isinstance(stack.config, GRPOConfig) else (),
         )
         write_json(folder.summary_file, summary)
-        folder.metrics_file.write_text(
-            "".join(json.dumps(row) + "\n" for row in snapshot.rows), "utf-8"
-        )
         await asyncio.to_thread(draw_plot, folder)
         self.display.summary(stack, summary, error)
         if error is not None or self._keep:
