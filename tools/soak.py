@@ -22,7 +22,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -113,10 +112,10 @@ def _of_process(name: str, pid: int) -> dict[str, float]:
     return found
 
 
-def _redis(url: str) -> dict[str, float]:
+def _redis(url: str, password: str) -> dict[str, float]:
     import redis
 
-    with redis.Redis.from_url(url, socket_timeout=20) as client:
+    with redis.Redis.from_url(url, password=password or None, socket_timeout=20) as client:
         return {"redis/used MiB": int(client.info("memory")["used_memory"]) / MIB}
 
 
@@ -129,7 +128,7 @@ def _folders(run_dir: Path) -> dict[str, float]:
     return found
 
 
-def sample(run_dir: Path, endpoints: Mapping[str, Any]) -> dict[str, float]:
+def sample(run_dir: Path, redis_url: str, password: str) -> dict[str, float]:
     """Everything that may grow, by name; `step` is how far the run is."""
     stack = json.loads((run_dir / "stack.json").read_text("utf-8"))
     pids = {name: each["pid"] for name, each in stack["processes"].items() if each["pid"]}
@@ -139,7 +138,7 @@ def sample(run_dir: Path, endpoints: Mapping[str, Any]) -> dict[str, float]:
         # The launcher's children have names of their own.
         mine = _of_process(name, pid) if name != "launcher" else _alone(pid)
         found |= mine
-    found |= _redis(endpoints["redis"])
+    found |= _redis(redis_url, password)
     return found | _folders(run_dir)
 
 
@@ -178,9 +177,9 @@ def run(folder: Path, seconds: float, every_s: float, overrides: Sequence[str]) 
         )
     try:
         _wait_for_steps(process, run_dir, log)
-        end, samples, endpoints = time.monotonic() + seconds, [], _endpoints(run_dir)
+        end, samples, store = time.monotonic() + seconds, [], _store(run_dir)
         while (rest := end - time.monotonic()) > 0:
-            samples.append({"time": time.time(), **sample(run_dir, endpoints)})
+            samples.append({"time": time.time(), **sample(run_dir, *store)})
             _wait(process, min(every_s, rest), log)
         return samples
     finally:
@@ -191,11 +190,13 @@ def run(folder: Path, seconds: float, every_s: float, overrides: Sequence[str]) 
             process.kill()
 
 
-def _endpoints(run_dir: Path) -> dict[str, Any]:
-    import yaml
+def _store(run_dir: Path) -> tuple[str, str]:
+    """URL and password of the run's Redis."""
+    from areal.config.experiment import load_service_config
+    from areal.security import Security
 
-    config = yaml.safe_load((run_dir / "config.yaml").read_text("utf-8"))
-    return dict(config["endpoints"])
+    config = load_service_config(run_dir / "config.yaml")
+    return config.endpoints.redis, Security.load(config.security).redis_password
 
 
 def _wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, log: Path) -> None:
