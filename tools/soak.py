@@ -119,12 +119,18 @@ def _redis(url: str, password: str) -> dict[str, float]:
         return {"redis/used MiB": int(client.info("memory")["used_memory"]) / MIB}
 
 
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size if file.is_file() else 0
+    except OSError:  # deleted since it was listed
+        return 0
+
+
 def _folders(run_dir: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     for each in run_dir.iterdir():
-        sizes = [f.stat().st_size for f in each.rglob("*") if f.is_file()] if each.is_dir() else []
-        size = sum(sizes) if each.is_dir() else each.stat().st_size
-        found[f"disk/{each.name} MiB"] = size / MIB
+        inner = [Path(place, name) for place, _, names in os.walk(each) for name in names]
+        found[f"disk/{each.name} MiB"] = sum(map(_size, [each, *inner])) / MIB
     return found
 
 
