@@ -183,11 +183,10 @@ class ReleaseFollower(Follower):
         security = await asyncio.to_thread(release.security)
         self.show(self.stack.config.endpoints, security)
         assert self.poller is not None
-        self.stack.folder.metrics_file.unlink(missing_ok=True)  # all rows come again
         self.poller.listen(self._keep_row)
 
     def _keep_row(self, row: dict[str, Any]) -> None:
-        """The poller forgets some of a long run."""
+        """The poller forgets some of a long run; of a repeated step, the last row counts."""
         file = self.stack.folder.metrics_file
         try:
             with file.open("a", encoding="utf-8") as rows:
@@ -220,9 +219,11 @@ class ReleaseFollower(Follower):
         if outcome.word == "failed":
             words = await asyncio.to_thread(self._release.last_lines, "trainer", 2)
             error = ArealError(" | ".join([outcome.cause, *words]))
+        last = snapshot.rows[-1]["step"] if snapshot.rows else 0
+        rows = [row for row in read_rows(folder.metrics_file) if row["step"] <= last]
         summary = build_summary(
             status=outcome.word,
-            rows=read_rows(folder.metrics_file) or snapshot.rows,
+            rows=rows or snapshot.rows,
             results={},
             snapshot=snapshot,
             wall_s=time.monotonic() - self._began,
@@ -233,6 +234,8 @@ class ReleaseFollower(Follower):
             findings=of_config(stack.config) if isinstance(stack.config, GRPOConfig) else (),
         )
         write_json(folder.summary_file, summary)
+        text = "".join(json.dumps(row) + "\n" for row in rows or snapshot.rows)
+        folder.metrics_file.write_text(text, "utf-8")
         await asyncio.to_thread(draw_plot, folder)
         self.display.summary(stack, summary, error)
         if error is not None or self._keep:
