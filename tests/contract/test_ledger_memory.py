@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.ledger_support import EMPTY, FULL, Book, complete, finished, make_group
+from tests.ledger_support import (
+    EMPTY,
+    FULL,
+    Book,
+    complete,
+    finished,
+    make_group,
+    make_task,
+    new_task,
+)
 
 from areal.errors import CapacityExceeded, LeaseLost, Unavailable
-from areal.protocol.trajectories import GroupCodec, group_to_pb, pack_group
+from areal.protocol.trajectories import GroupCodec, group_to_pb, pack_group, task_to_pb
 from areal.types import Purpose
 from areal_buffer.records import ENDED_BYTES
 
@@ -117,6 +126,12 @@ async def test_calls_when_redis_refuses_to_write_then_its_reason_is_told_and_not
     assert await book.counts() == counts
 
 
+def _with_a_long_row(task_id: str) -> bytes:
+    message = task_to_pb(make_task(task_id))
+    message.data_json += " " * 500
+    return message.SerializeToString()
+
+
 async def test_task_when_it_has_been_trained_on_and_released_then_200_bytes_stay(
     book: Book,
 ) -> None:
@@ -128,7 +143,8 @@ async def test_task_when_it_has_been_trained_on_and_released_then_200_bytes_stay
         for step in steps:
             await book.take(step)
             ids = [f"e0-{step * size + place}" for place in range(size)]
-            await book.submit(*ids)
+            tasks = [replace(new_task(each), body=_with_a_long_row(each)) for each in ids]
+            await book.store.submit(tasks, incarnation=0, seal=False, limit=EMPTY)
             leases = await book.lease(size)
             groups = [replace(finished(each, step - 1), token=leases[each]) for each in ids]
             await book.store.complete(groups, limit=EMPTY)

@@ -27,6 +27,7 @@ for each = meta.let_go + 1, retained do
       call('HDEL', key, 'floor', 'seq', 'token', 'revoked')
       if counted then hold('train', CONFIG.ended_bytes - RECORD) end
     end
+    compact(key)
   end
   for _, entry in ipairs(call('LRANGE', P .. 'discarded:' .. int(each), 0, -1)) do
     drop_spare(string.match(entry, '^[^\n]+'))

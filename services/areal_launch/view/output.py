@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -80,7 +80,11 @@ class LastingOutput(io.TextIOBase):
 @contextmanager
 def lasting_output() -> Iterator[None]:
     """Within it, a vanished reader of the output ends the view and not the work."""
-    with redirect_stdout(LastingOutput(sys.stdout)), redirect_stderr(LastingOutput(sys.stderr)):
+    with ExitStack() as entered:
+        for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
+            # None: it was closed before this process began (`>&-`).
+            there = stream or entered.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123
+            entered.enter_context(redirect(LastingOutput(there)))
         yield
 
 

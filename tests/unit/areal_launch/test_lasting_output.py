@@ -29,8 +29,9 @@ with lasting_output():
 
 def _ends(streams: str, done: Path) -> int:
     """The exit code of a program whose `streams` no one reads; "full": a full disk takes them."""
+    argv = [sys.executable, "-c", _VIEW, str(done)]
     with subprocess.Popen(
-        [sys.executable, "-c", _VIEW, str(done)],
+        ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *argv] if streams == "closed" else argv,
         stdin=subprocess.PIPE,
         stdout=_full() if streams == "full" else subprocess.PIPE,
         stderr=subprocess.STDOUT if streams == "both" else subprocess.DEVNULL,
@@ -48,7 +49,7 @@ def _full() -> int:
     return os.open("/dev/full", os.O_WRONLY)
 
 
-@pytest.mark.parametrize("streams", ["stdout", "both", "full"])
+@pytest.mark.parametrize("streams", ["stdout", "both", "full", "closed"])
 def test_run_when_no_one_reads_its_output_then_it_ends_as_it_would_have(
     streams: str, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ def test_rows_when_they_come_in_any_portions_then_bounded_in_order_and_with_both
     ends = most // 4
     assert all(a < b for a, b in pairwise(kept))
     assert kept[:ends] == list(range(min(ends, steps)))
-    assert kept[len(kept) - ends :] == list(range(max(0, steps - ends), steps))
+    assert kept[max(0, len(kept) - ends) :] == list(range(max(0, steps - ends), steps))
     if steps <= most:
         assert kept == list(range(steps))
 
