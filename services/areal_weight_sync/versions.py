@@ -82,9 +82,10 @@ class DigestCache:
             self._whole = manifest.path, manifest.digest
 
     def forget(self, folder: Path) -> None:
-        """Drops what is known of a deleted folder."""
+        """Drops what is known of a deleted folder; its path may be relative, a manifest's is not."""
+        gone = folder.resolve()
         with self._lock:
-            for file in [f for f in self._digests if f.parent == folder]:
+            for file in [f for f in self._digests if f.parent.resolve() == gone]:
                 del self._digests[file]
 
 
