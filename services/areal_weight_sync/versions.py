@@ -82,7 +82,7 @@ class DigestCache:
             self._whole = manifest.path, manifest.digest
 
     def forget(self, folder: Path) -> None:
-        """Drops what is known of a deleted folder; unlike a manifest's, its path may be relative."""
+        """Drops what is known of a deleted folder, whose path may be relative."""
         gone = folder.resolve()
         with self._lock:
             for file in [f for f in self._digests if f.parent.resolve() == gone]:
