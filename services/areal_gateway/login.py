@@ -89,7 +89,7 @@ async def log_in(request: Request, sessions: Sessions) -> Response:
         return Response(status_code=408, headers={"Connection": "close"})
     token = parse_qs(body[:_MAX_FORM_BYTES].decode(errors="replace")).get("token", [""])[0].strip()
     if not sessions.security.admits(f"Bearer {token}"):
-        page = _PAGE.read_text().replace(_ERROR_MARK, '<p class="wrong">Wrong token.</p>')
+        page = _PAGE.read_text("utf-8").replace(_ERROR_MARK, '<p class="wrong">Wrong token.</p>')
         headers = {"Cache-Control": "no-store", "WWW-Authenticate": "Bearer"}
         return HTMLResponse(page, status_code=401, headers=headers)
     response = RedirectResponse("./", status_code=303)

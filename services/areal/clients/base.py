@@ -39,6 +39,8 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     # One process may hold several channels to one address, each with its own connection.
     ("grpc.use_local_subchannel_pool", 1),
+    # A user's proxy is for the internet.
+    ("grpc.enable_http_proxy", 0),
 )
 
 
