@@ -71,6 +71,11 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- $root := index . 0 }}
 - name: {{ index . 1 }}
   valueFrom: {secretKeyRef: {name: {{ include "areal.secretName" $root }}, key: {{ index . 2 }}}}
+{{- if eq (index . 1) "AREAL_TOKEN" }}
+# While the token is rotated: the one before.
+- name: AREAL_TOKEN_PREVIOUS
+  valueFrom: {secretKeyRef: {name: {{ include "areal.secretName" $root }}, key: token-previous, optional: true}}
+{{- end }}
 {{- end }}
 
 {{/* OpenTelemetry's standard environment variables, which say where to send traces. */}}
