@@ -101,7 +101,9 @@ def test_folder_of_secrets_when_none_is_in_it_then_one_line_names_what_it_takes(
     tmp_path: Path,
 ) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(ConfigError, match=r"security\.dir .*token, token-previous, redis-password, nats-token"):
+        with pytest.raises(
+            ConfigError, match=r"security\.dir .*token, token-previous, redis-password, nats-token"
+        ):
             Security.load(SecurityConfig(dir=str(folder)), {})
 
 
@@ -206,7 +208,7 @@ def test_environment_when_for_others_then_without_secrets() -> None:
 
 
 def test_previous_token_when_there_is_no_token_then_it_admits_no_one_alone() -> None:
-    """A rotation needs both; the previous one by itself would be a token that is never presented."""
+    """A rotation needs both: by itself, the previous one would never be presented."""
     found = Security.load(SecurityConfig(), {"AREAL_TOKEN_PREVIOUS": TOKEN})
     assert found == Security()
 
