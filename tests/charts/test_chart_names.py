@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from tests.charts.rendering import CHART, of_kind, render
 
 from areal.config.experiment import GRPOConfig, build_config
@@ -71,3 +72,26 @@ def test_release_when_long_trials_differ_anywhere_then_so_do_their_names(tmp_pat
     assert first != second
     assert max(len(first), len(second)) <= 53
     assert first.endswith("trial0")
+
+
+def test_names_when_one_is_given_then_all_begin_with_it():
+    objects = render("--set", "fullnameOverride=mine", "--values", EVERYTHING[1])
+    assert all(name.startswith("mine-") for name in map(name_of, objects))
+    assert len({(each["kind"], name_of(each)) for each in objects}) == len(objects)
+    usual = render(*EVERYTHING)
+    text, again = (yaml.safe_dump_all(each).count("areal-") for each in (usual, objects))
+    assert again < text
+
+
+def name_of(each):
+    return each["metadata"]["name"]
+
+
+def test_prepare_when_its_job_is_to_be_deleted_then_kubernetes_knows_when():
+    def spec_of(*arguments):
+        (job,) = of_kind(render(*arguments), "Job")
+        return job["spec"]
+
+    assert "ttlSecondsAfterFinished" not in spec_of()
+    later = ("--set", "prepare.ttlSecondsAfterFinished=600")
+    assert spec_of(*later)["ttlSecondsAfterFinished"] == 600

@@ -101,7 +101,7 @@ def leader_and_standby(cluster: Cluster) -> tuple[Json, Json]:
         others = [pod for pod in pods if pod not in ready and standing_by(cluster, pod)]
         return (ready[0], others[0]) if len(ready) == len(others) == 1 else None
 
-    found: tuple[Json, Json] = wait("a leader and a standby of weight-sync", both, 180.0)
+    found: tuple[Json, Json] = wait("a leader and a standby of weight-sync", both, 300.0)
     return found
 
 
@@ -154,9 +154,12 @@ def lose_leader(cluster: Cluster, number: int) -> float:
     try:
         return float(wait("another leader", taken, 60.0, pause=0.3))
     finally:
-        for pid in () if killed else pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        if killed:  # the kubelet would wait longer and longer before it starts the container again
+            cluster.kubectl("delete", "pod", leader["metadata"]["name"], "--wait=false")
+        else:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

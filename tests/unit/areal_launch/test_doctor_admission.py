@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.charts.rendering import pods, render
 from tests.kubernetes_api import ApiServer
 from tests.unit.areal_launch.test_kubernetes import (  # the fixture, too
     api,
@@ -15,7 +16,14 @@ from tests.unit.areal_launch.test_kubernetes import (  # the fixture, too
     needs_helm,
 )
 
-from areal_launch.doctor.admission import Planned, pod_uses, resources_of, shared_class
+from areal_launch.doctor.admission import (
+    Planned,
+    pod_security_problems,
+    pod_uses,
+    quota_problems,
+    resources_of,
+    shared_class,
+)
 from areal_launch.view.output import CheckResult
 
 __all__ = ["api"]
@@ -59,44 +67,73 @@ def test_quota_when_it_limits_cpus_then_each_container_without_a_limit_names_its
     assert found(tmp_path, "quota").verdict is CheckResult.OK, "the LimitRange fills the gaps"
 
 
-@needs_helm
+POD = {
+    "initContainers": [
+        {"name": "wait", "resources": {"limits": {"cpu": "1", "memory": "256Mi"}}},
+    ],
+    "containers": [
+        {
+            "name": "trainer",
+            "resources": {
+                "requests": {"cpu": "200m", "memory": "1Gi"},
+                "limits": {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": 2},
+            },
+        }
+    ],
+}
+CLAIM = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "20Gi"}}}
+OBJECTS: list[dict[str, Any]] = [
+    {"apiVersion": "v1", "kind": "Service"},
+    {"apiVersion": "v1", "kind": "Secret"},
+    {"apiVersion": "apps/v1", "kind": "Deployment"},
+    {"apiVersion": "batch/v1", "kind": "Job"},
+    {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"},
+    {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "spec": CLAIM},
+    {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "spec": {"volumeClaimTemplates": [{"spec": {**CLAIM, "storageClassName": "fast"}}]},
+    },
+]
+
+
 @pytest.mark.parametrize(
-    ("hard", "said"),
+    ("key", "needed"),
     [
-        ({"pods": "9"}, "pods needed, 9 left"),
-        ({"count__pods": "9"}, "count/pods needed, 9 left"),
-        ({"requests_memory": "2Gi"}, "requests.memory needed"),
-        ({"memory": "2Gi"}, "memory needed"),
-        ({"limits_memory": "9Gi"}, "limits.memory needed"),
-        ({"persistentvolumeclaims": "1"}, "2 persistentvolumeclaims needed, 1 left"),
-        ({"requests_storage": "10Gi"}, "requests.storage needed"),
-        ({"services": "3"}, "services needed, 3 left"),
-        ({"count__deployments_apps": "2"}, "count/deployments.apps needed, 2 left"),
-        ({"count__jobs_batch": "0"}, "1 count/jobs.batch needed, 0 left"),
+        ("pods", 3),
+        ("count/pods", 3),
+        ("requests.cpu", 3),  # an init container that limits CPUs requests as many
+        ("cpu", 3),
+        ("requests.memory", 3 * 2**30),
+        ("limits.cpu", 6),
+        ("limits.memory", 24 * 2**30),
+        ("requests.nvidia.com/gpu", 6),
+        ("persistentvolumeclaims", 2),
+        ("requests.storage", 40 * 2**30),
+        ("fast.storageclass.storage.k8s.io/requests.storage", 20 * 2**30),
+        ("fast.storageclass.storage.k8s.io/persistentvolumeclaims", 1),
+        ("services", 1),
+        ("secrets", 1),
+        ("count/deployments.apps", 1),
+        ("count/jobs.batch", 1),
+        ("count/networkpolicies.networking.k8s.io", 1),
+        ("count/persistentvolumeclaims", 1),
     ],
 )
-def test_quota_when_a_kind_runs_out_then_it_is_named(
-    tmp_path: Path, api: ApiServer, hard: dict[str, str], said: str
-) -> None:
-    healthy(api)
-    quota(api, **hard)
-    refused = found(tmp_path, "quota")
-    assert refused.verdict is CheckResult.MISSING
-    assert said in refused.found
-    quota(api, **dict.fromkeys(hard, "1000Ti"))
-    assert found(tmp_path, "quota").verdict is CheckResult.OK
+def test_quota_when_a_kind_runs_out_then_it_is_named(key: str, needed: int) -> None:
+    pods = [Planned("trainer", 3, POD)]
 
+    def problems(hard: str, used: str = "0") -> list[str]:
+        status = {"hard": {key: hard}, "used": {key: used}}
+        quota = {"metadata": {"name": "team"}, "status": status}
+        return quota_problems(quota, pods, OBJECTS, [])
 
-@needs_helm
-def test_quota_when_it_counts_gpus_then_all_of_a_component_count(
-    tmp_path: Path, api: ApiServer
-) -> None:
-    healthy(api)
-    quota(api, **{"requests_nvidia.com__gpu": "4"})
-    two = {"gpus": 2, "replicaCount": 2}
-    assert found(tmp_path, "quota", sglang=two).verdict is CheckResult.OK
-    more = found(tmp_path, "quota", sglang={**two, "replicaCount": 3})
-    assert "6 requests.nvidia.com/gpu needed, 4 left" in more.found
+    assert problems(str(needed)) == []
+    assert problems(str(needed + 5), "5") == []
+    (said,) = problems(str(needed + 5), "6")
+    assert said.startswith(f"team: {needed:g} {key} needed, ")
+    scoped = {"metadata": {"name": "s"}, "spec": {"scopes": ["BestEffort"], "hard": {key: "0"}}}
+    assert quota_problems(scoped, pods, OBJECTS, []) == []
 
 
 @needs_helm
@@ -122,30 +159,100 @@ def found_all(tmp_path: Path) -> str:
     return str(found(tmp_path, "limit range", **values).found)
 
 
-@needs_helm
+def planned(*arguments: str) -> list[Planned]:
+    """The chart's pods but those of its tests."""
+    found = pods(render(*arguments))
+    return [Planned(pod.component, 1, pod.spec) for pod in found if pod.component != "test"]
+
+
+RDMA = "trainer.hostNetwork=true,trainer.securityContext.capabilities.add={IPC_LOCK}"
+
+
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("trainer.replicaCount=1", []),
+        ("storage.hostPath=/data", ["rollout: a volume of kind hostPath (without storage.host"]),
+        ("redis.hostPath=/data", ["redis: a volume of kind hostPath (without redis.hostPath)"]),
+        (RDMA, ["hostNetwork (set trainer.host", "pytorch adds IPC_LOCK (see trainer.security"]),
+        ("buffer.securityContext.privileged=true", ["buffer: buffer is privileged"]),
+        (
+            "buffer.podSecurityContext.seccompProfile.type=Unconfined",
+            ["buffer: buffer is unconfined"],
+        ),
+    ],
+)
 def test_pod_security_when_the_level_refuses_a_value_then_it_is_named(
+    level: str, values: str, said: list[str]
+) -> None:
+    space = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": level}}}
+    found_level, problems = pod_security_problems(space, planned("--set", values))
+    assert found_level == level
+    assert bool(problems) == bool(said)
+    for each in said:
+        assert each in "; ".join(problems)
+    assert pod_security_problems({"metadata": {}}, planned("--set", values))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("buffer.podSecurityContext.runAsNonRoot=false", "buffer may run as root"),
+        ("buffer.securityContext.allowPrivilegeEscalation=true", "buffer may gain privileges"),
+        ("buffer.securityContext.capabilities.drop={KILL}", "buffer keeps capabilities"),
+        ("buffer.podSecurityContext.seccompProfile.type=", "buffer has no seccompProfile"),
+    ],
+)
+def test_pod_security_when_only_restricted_refuses_a_value_then_baseline_does_not(
+    values: str, said: str
+) -> None:
+    spaces = [
+        {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": level}}}
+        for level in ("baseline", "restricted")
+    ]
+    baseline, restricted = (pod_security_problems(s, planned("--set", values))[1] for s in spaces)
+    assert baseline == []
+    assert f"buffer: {said}" in "; ".join(restricted)
+
+
+@needs_helm
+def test_pod_security_when_the_namespace_has_a_level_then_the_doctor_reads_it(
     tmp_path: Path, api: ApiServer
 ) -> None:
     healthy(api)
-    assert found(tmp_path, "pod security").verdict is CheckResult.OK, "there is no namespace yet"
-    for level, verdict in (
-        ("privileged", CheckResult.OK),
-        ("baseline", CheckResult.MISSING),
-        ("restricted", CheckResult.MISSING),
-    ):
-        labels = {"pod-security.kubernetes.io/enforce": level}
-        api.answers[LAB] = {"metadata": {"name": "lab", "labels": labels}}
-        usual = found(tmp_path, "pod security")
-        assert usual.verdict is CheckResult.OK, usual.found
-        open_ = found(tmp_path, "pod security", storage={"hostPath": "/data"})
-        assert open_.verdict is verdict
-        assert ("storage.hostPath" in open_.found) == (verdict is CheckResult.MISSING)
-        rdma = {"hostNetwork": True, "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
-        open_ = found(tmp_path, "pod security", trainer=rdma)
-        assert open_.verdict is verdict
-        if verdict is CheckResult.MISSING:
-            assert "trainer: hostNetwork (set trainer.hostNetwork" in open_.found
-            assert "adds IPC_LOCK (see trainer.securityContext" in open_.found
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    api.answers[LAB] = {"metadata": {"name": "lab", "labels": labels}}
+    assert found(tmp_path, "pod security").found == "the namespace enforces restricted"
+    refused = found(tmp_path, "pod security", storage={"hostPath": "/data"})
+    assert refused.verdict is CheckResult.MISSING
+    assert "without storage.hostPath" in refused.found
+
+
+@pytest.mark.parametrize(
+    ("provisioner", "shared"),
+    [
+        ("ebs.csi.aws.com", False),
+        ("kubernetes.io/aws-ebs", False),
+        ("rancher.io/local-path", False),
+        ("pd.csi.storage.gke.io", False),
+        ("disk.csi.azure.com", False),
+        ("cinder.csi.openstack.org", False),
+        ("rook-ceph.rbd.csi.ceph.com", False),
+        ("kubernetes.io/no-provisioner", False),
+        ("efs.csi.aws.com", True),
+        ("file.csi.azure.com", True),
+        ("rook-ceph.cephfs.csi.ceph.com", True),
+        ("nfs.csi.k8s.io", True),
+        ("filestore.csi.storage.gke.io", True),
+        ("example.com/own", None),
+        ("", None),
+    ],
+)
+def test_storage_class_when_its_provisioner_is_known_then_so_are_its_modes(
+    provisioner: str, shared: bool | None
+) -> None:
+    assert shared_class({"provisioner": provisioner}) is shared
 
 
 @needs_helm
@@ -153,17 +260,10 @@ def test_pod_security_when_the_level_refuses_a_value_then_it_is_named(
     ("provisioner", "verdict"),
     [
         ("ebs.csi.aws.com", CheckResult.MISSING),
-        ("rancher.io/local-path", CheckResult.MISSING),
-        ("pd.csi.storage.gke.io", CheckResult.MISSING),
-        ("rook-ceph.rbd.csi.ceph.com", CheckResult.MISSING),
         ("efs.csi.aws.com", CheckResult.OK),
-        ("rook-ceph.cephfs.csi.ceph.com", CheckResult.OK),
-        ("nfs.csi.k8s.io", CheckResult.OK),
-        ("filestore.csi.storage.gke.io", CheckResult.OK),
-        ("example.com/own", CheckResult.NOTE),
     ],
 )
-def test_storage_class_when_its_modes_are_known_then_the_value_to_set_is_said(
+def test_storage_class_when_one_node_mounts_it_then_the_value_to_set_is_said(
     tmp_path: Path, api: ApiServer, provisioner: str, verdict: CheckResult
 ) -> None:
     healthy(api)
@@ -174,13 +274,8 @@ def test_storage_class_when_its_modes_are_known_then_the_value_to_set_is_said(
     assert many.verdict is verdict
     if verdict is CheckResult.MISSING:
         assert "storage.accessMode=ReadWriteOnce" in many.fix
-    once = found(tmp_path, "storage class", storage={"accessMode": "ReadWriteOnce"})
-    assert once.verdict is CheckResult.OK
-    assert shared_class(listed) is {
-        CheckResult.MISSING: False,
-        CheckResult.OK: True,
-        CheckResult.NOTE: None,
-    }.get(verdict)
+        once = found(tmp_path, "storage class", storage={"accessMode": "ReadWriteOnce"})
+        assert once.verdict is CheckResult.OK
 
 
 @needs_helm
