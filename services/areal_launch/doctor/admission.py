@@ -7,7 +7,7 @@ workload has no pods. So the answers here name the chart's value to set.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from areal.errors import ArealError
 
 Json = dict[str, Any]
+Amounts = defaultdict[str, float]
+"""Resources to numbers: CPUs, bytes, objects."""
 COMPUTE = ("cpu", "memory", "ephemeral-storage")
 _KEYS = {"weight-sync": "weightSync"}
 _LEVEL = "pod-security.kubernetes.io/enforce"
@@ -85,26 +87,31 @@ def resources_of(container: Json, ranges: Sequence[Json] = ()) -> dict[str, dict
     }
 
 
-def pod_uses(spec: Json, ranges: Sequence[Json] = ()) -> Counter[str]:
+def pod_uses(spec: Json, ranges: Sequence[Json] = ()) -> Amounts:
     """Returns what a quota counts of a pod: `requests.cpu`, `limits.memory` and so on.
 
     Init containers run one after the other, before the others: the largest counts.
     """
 
-    def flat(container: Json) -> dict[str, float]:
-        both = resources_of(container, ranges)
-        return {f"{kind}.{name}": n for kind, all_ in both.items() for name, n in all_.items()}
+    def add(to: Amounts, container: Json) -> Amounts:
+        for kind, each in resources_of(container, ranges).items():
+            for name, amount in each.items():
+                to[f"{kind}.{name}"] += amount
+        return to
 
-    uses: Counter[str] = Counter()
-    first: Counter[str] = Counter()
+    uses: Amounts = defaultdict(float)
+    alone = []
     for each in spec["containers"]:
-        uses.update(flat(each))
+        add(uses, each)
     for each in spec.get("initContainers") or []:
         if each.get("restartPolicy") == "Always":
-            uses.update(flat(each))
+            add(uses, each)
         else:
-            first |= Counter(flat(each))
-    return uses | first
+            alone.append(add(defaultdict(float), each))
+    for one in alone:
+        for name, amount in one.items():
+            uses[name] = max(uses[name], amount)
+    return uses
 
 
 def container_ranges(limit_ranges: Iterable[Json]) -> list[Json]:
@@ -166,12 +173,11 @@ def quota_problems(
     return list(dict.fromkeys(found))
 
 
-def _counted(
-    pods: Sequence[Planned], objects: Iterable[Json], ranges: Sequence[Json]
-) -> Counter[str]:
-    wanted: Counter[str] = Counter()
+def _counted(pods: Sequence[Planned], objects: Iterable[Json], ranges: Sequence[Json]) -> Amounts:
+    wanted: Amounts = defaultdict(float)
     for pod in pods:
-        wanted.update({k: pod.replicas * n for k, n in pod_uses(pod.spec, ranges).items()})
+        for name, amount in pod_uses(pod.spec, ranges).items():
+            wanted[name] += pod.replicas * amount
         wanted["pods"] += pod.replicas
         wanted["count/pods"] += pod.replicas
     for each in objects:
