@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from redis.exceptions import AuthenticationError, RedisError
+
 from areal.chassis.logging import get_logger
 from areal.chassis.service import Registration, Server, ServiceContext, run_service
 from areal.clients.base import persist
 from areal.clients.connections import connect_redis
-from areal.errors import Unavailable
+from areal.errors import CannotStart, Unavailable
 from areal.v1.buffer_service_pb2_grpc import add_BufferServiceServicer_to_server
 from areal_buffer.config import BufferConfig
 from areal_buffer.ledger import Ledger, Wakes
@@ -54,6 +56,12 @@ class BufferServer(Server):
         keep(self._sweeper.listen_forever(self._redis), "listen")
 
     async def _first_sample(self) -> None:
+        try:
+            await self._redis.ping()
+        except AuthenticationError as error:  # waiting does not mend it
+            raise CannotStart(f"Redis refuses the password: {error}") from None
+        except RedisError:
+            pass  # the next call says what it is
         try:
             await self._sweeper.sample()
         except Unavailable as error:
