@@ -37,7 +37,9 @@ class Sessions:
         # No name holds a dot: a-b/c and a/b-c stay apart.
         self.cookie = "areal-" + namespace.replace("/", ".")
         salt = f"areal-gateway session {self.cookie}"
-        self._signer = TimestampSigner(security.token, salt=salt, digest_method=hashlib.sha256)
+        # The last key signs; during a rotation, cookies of the previous token stay valid.
+        keys = [key for key in (security.previous_token, security.token) if key]
+        self._signer = TimestampSigner(keys, salt=salt, digest_method=hashlib.sha256)
 
     def issue(self) -> str:
         """Returns a new cookie value that is valid for LIFETIME_S."""

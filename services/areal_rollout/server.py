@@ -64,6 +64,7 @@ class RolloutServer(Server):
             request_timeout_s=config.request_timeout_s,
             setup_timeout_s=config.setup_timeout_s,
             headers=self._context.security.headers(),
+            previous=self._context.security.previous_headers(),
             connections=config.connections,
         )
         await self._context.own(generation).start()

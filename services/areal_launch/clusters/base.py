@@ -86,10 +86,17 @@ def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
     if not gpus:
         return NodeCounts(trainer_nodes, trainer_nodes, per_node, 0)
     servers = servers_on_gpus(config)
-    if max(allocation.inference_gpus * bool(servers), per_node) > gpus:
+    if per_node > gpus:
         raise ConfigError(
-            f"stack.gpus_per_node {gpus}: {config.allocation_mode!r} puts {per_node} ranks on a "
-            f"node and gives each server {allocation.inference_gpus} GPUs"
+            f"stack.gpus_per_node {gpus}: {config.allocation_mode!r} puts {per_node} trainer ranks "
+            f"on a node: expected a stack.ranks_per_node of at most {gpus}"
+        )
+    if servers and allocation.inference_gpus > gpus:
+        raise ConfigError(
+            f"allocation_mode {config.allocation_mode!r}: a server of {allocation.inference_gpus} "
+            f"GPUs would span nodes of stack.gpus_per_node {gpus}, which servers that are started "
+            f"here cannot: expected at most {gpus} GPUs per server (e.g. a smaller t, or weights "
+            "in fp8), or servers that you start yourself, named in endpoints.inference"
         )
     alone = 0 if allocation.sharing.together else servers * allocation.inference_gpus
     if trainer_nodes == 1 and per_node + alone <= gpus:

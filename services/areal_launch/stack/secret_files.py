@@ -47,6 +47,7 @@ def place_secrets(
 
     made = {
         "token": token,
+        "token-previous": given.previous_token,
         "redis-password": for_store(given.redis_password, config.endpoints.redis),
         "nats-token": for_store(given.nats_token, config.endpoints.nats),
     }

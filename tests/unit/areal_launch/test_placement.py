@@ -52,7 +52,19 @@ def test_shape_when_allocated_then_so_many_nodes(
     ("overrides", "said"),
     [
         (["allocation_mode=sglang:d1+fsdp:d3", "stack.ranks_per_node=2"], "evenly"),
-        (["allocation_mode=sglang:d1t8+fsdp:d1", "stack.gpus_per_node=4"], "gpus_per_node 4"),
+        (
+            ["allocation_mode=sglang:d1t8+fsdp:d1", "stack.gpus_per_node=4"],
+            r"a server of 8 GPUs would span nodes of stack.gpus_per_node 4, .* cannot: expected at "
+            r"most 4 GPUs per server .*, or servers that you start yourself, named in "
+            r"endpoints\.inference",
+        ),
+        (
+            [
+                "allocation_mode=sglang:d1+fsdp:d8",
+                *("stack.gpus_per_node=4", "stack.ranks_per_node=8"),
+            ],
+            "puts 8 trainer ranks on a node: expected a stack.ranks_per_node of at most 4",
+        ),
     ],
 )
 def test_shape_when_it_cannot_be_then_one_line_says_why(overrides: list[str], said: str) -> None:
