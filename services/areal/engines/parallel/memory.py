@@ -150,9 +150,9 @@ _KEPT = frozenset(
 
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
-_DEEP = 512
-"""A product that adds up fewer terms costs a GPU less than to read its result from memory: an
-adapter's second one, whose result is as large as the layer's own."""
+_WIDER = 8
+"""A product whose result has more than so many times the width of its rows costs a GPU less than to
+read that result from memory: an adapter's second one, as wide as the layer's own."""
 
 
 def _policy(_: Any, operator: Any, *args: Any, **__: Any) -> Any:
@@ -161,8 +161,8 @@ def _policy(_: Any, operator: Any, *args: Any, **__: Any) -> Any:
     name = operator.name().partition(".")[0]
     keeps = name in _KEPT
     if name in _PRODUCTS:
-        rows = args[1 if name == "aten::addmm" else 0]
-        keeps = rows.shape[-1] >= _DEEP
+        rows, matrix = args[1:3] if name == "aten::addmm" else args[:2]
+        keeps = matrix.numel() <= _WIDER * rows.shape[-1] ** 2
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
