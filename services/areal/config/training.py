@@ -190,11 +190,12 @@ class TrainEngineConfig(EngineConfig):
     null means `none` on a CPU. On a GPU, null means the first of these modes that fits according to
     the estimate of `areal doctor`, or `full` if there is no estimate."""
     kernels: Kernels = "auto"
-    """How a layer's norms, rotary embeddings and MLP activations are computed: `eager` (one
-    operation after another), `compile` (torch.compile for each layer; the first steps take longer)
+    """How a layer's norms and MLP activations are computed: `eager` (one operation after another),
+    `compile` (torch.compile for each layer, its rotary embedding too; the first steps take longer)
     or `liger` (the package liger-kernel; needs a GPU). `auto` means `liger` for a llama, qwen2 or
     qwen3 model on a GPU, if the package is installed and matrices are not spread over ranks (t);
-    otherwise `eager`. On an H200 `liger` trained 1.2 times as fast as `eager` (docs/gpu.md)."""
+    otherwise `eager`, and the log's line `memory_estimate` names it. On an H200 `liger` trained 1.2
+    times as fast (docs/gpu.md)."""
     attn_impl: Attention = "auto"
     """The attention kernel, also of the reference and the critic. `flash_attention_3` and
     `flash_attention_2` need their packages; `varlen` is torch's flash attention, and

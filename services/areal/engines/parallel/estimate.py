@@ -210,7 +210,8 @@ def layer_kernels(wanted: Kernels, kind: str, layout: Layout, *, gpu: bool) -> K
     if wanted != "auto":
         return wanted
     fits = gpu and layout.tensor == 1 and kind in _FUSED
-    return "liger" if fits and find_spec("liger_kernel") is not None else "eager"
+    there = all(find_spec(package) for package in ("liger_kernel", "triton"))
+    return "liger" if fits and there else "eager"
 
 
 def activation_bytes(

@@ -169,7 +169,7 @@ def _policy(_: Any, operator: Any, *args: Any, **__: Any) -> Any:
 def use_kernels(
     hf: Any, layers: Sequence[nn.Module], kernels: Kernels, device: torch.device
 ) -> None:
-    """Let torch.compile or Liger compute the layers' norms, rotary embeddings and activations.
+    """Let torch.compile or Liger compute the layers' norms and activations.
 
     torch.compile compiles each layer on its own, again when the number of tokens first changes,
     then for any number; sizes of the model stay constants. Attention is left out: the graph breaks
@@ -226,7 +226,8 @@ def _use_liger(hf: Any, device: torch.device) -> None:
             f"kernels=liger: Liger has no kernels for model_type {kind!r}; expected kernels=eager "
             "or compile"
         )
-    # The head is ours: it returns entropies, too.
+    # The head is ours: it returns entropies, too. Liger's rotary embedding changes queries and keys
+    # in their place, which `selective` has kept: they would be rotated twice, without an error.
     monkey_patch._apply_liger_kernel_to_instance(
-        hf, cross_entropy=False, fused_linear_cross_entropy=False
+        hf, rope=False, cross_entropy=False, fused_linear_cross_entropy=False
     )

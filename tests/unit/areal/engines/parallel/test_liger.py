@@ -24,7 +24,13 @@ from tests.unit.areal.engines.train_fixtures import (
 )
 
 from areal.config.allocation import Layout
-from areal.config.training import Kernels, OptimizerConfig, TrainEngineConfig
+from areal.config.training import (
+    Checkpointing,
+    Kernels,
+    LoraConfig,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.model.source import load_model
 from areal.engines.parallel import estimate, memory
@@ -86,7 +92,7 @@ def test_auto_when_it_chooses_kernels_then_takes_liger_only_where_it_is_known_to
     layout: str,
     expected: Kernels,
 ) -> None:
-    monkeypatch.setattr(estimate, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(estimate, "find_spec", lambda name: installed)
     chosen = partial(
         estimate.layer_kernels, kind=kind, layout=Layout.parse(layout), gpu=device == "cuda"
     )
@@ -140,16 +146,32 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not FOLDER, reason="needs liger-kernel and triton: make test-liger")
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3", "qwen3_moe"])
-def test_gradients_when_liger_computes_norms_gates_and_rotary_then_equal_the_eager_ones(
-    tmp_path: Path, interpreted: None, kind: str
+@pytest.mark.parametrize(
+    ("kind", "recompute", "rank"),
+    [
+        *((kind, "none", 0) for kind in ("qwen2", "llama", "qwen3", "qwen3_moe")),
+        # What is kept must not have been changed in its place.
+        *(
+            (kind, mode, 0)
+            for kind in ("qwen2", "llama", "qwen3")
+            for mode in ("selective", "full")
+        ),
+        ("qwen2", "selective", 4),
+    ],
+)
+def test_gradients_when_liger_computes_norms_and_gates_then_equal_the_eager_ones(
+    tmp_path: Path, interpreted: None, kind: str, recompute: Checkpointing, rank: int
 ) -> None:
     folder = make_family(kind, tmp_path / kind, num_key_value_heads=4)
     batch = make_batch(groups=2, per_group=2, vocabulary=90, longest=6)
 
     def run(kernels: Kernels) -> tuple[dict[str, torch.Tensor], Any]:
         config = TrainEngineConfig(
-            path=str(folder), optimizer=OptimizerConfig(lr=1e-3), kernels=kernels
+            path=str(folder),
+            optimizer=OptimizerConfig(lr=1e-3),
+            kernels=kernels,
+            gradient_checkpointing=recompute,
+            lora=LoraConfig(rank=rank) if rank else None,
         )
         engine = FSDPEngine(config)
         engine.initialize()
@@ -165,7 +187,7 @@ def test_gradients_when_liger_computes_norms_gates_and_rotary_then_equal_the_eag
     head = [getattr(each.forward, "__func__", each.forward) for each in (patched, plain)]
     assert head[0] is head[1], "the head is ours: it returns entropies, too"
     for name, module in patched.named_modules():
-        if name.endswith("norm"):
+        if name.endswith("norm") and ".lora_" not in name:
             assert "Liger" in module.forward.__qualname__, name
     layer = patched.model.layers[0]
     assert "iger" in layer.mlp.forward.__qualname__ or kind == "qwen3_moe"

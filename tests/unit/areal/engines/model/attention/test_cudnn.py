@@ -117,7 +117,7 @@ def test_auto_when_cudnn_works_then_it_is_still_not_taken(
     pretend_gpu(monkeypatch, (9, 0))
     import torch.nn.attention.varlen as torch_varlen
 
-    def varlen_2_11(q, k, v, bounds, _, longest, __, *, scale=None, window_size=None):  # type: ignore[no-untyped-def]
+    def varlen_2_11(q, k, v, bounds, _, longest, __, *, scale=None, window_size=None):
         return attend(q, k, v, bounds, longest, scale, -1)
 
     monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_2_11)
