@@ -78,7 +78,7 @@ class ReleaseFollower(Follower):
         self._stack_id = f"forward:{uuid.uuid4().hex}"
         # The guard ends the port-forwards of a follower that was killed with -9; it reads the note.
         self._note = stack.folder.path / "kubernetes" / f"follower-{os.getpid()}.json"
-        self._guard = Guard(self._note, None, self._on_forward)
+        self._guard = Guard(self._note, self._stack_id, None, self._on_forward)
         # A pod that is replaced ends its port-forward, any number of times in a long run.
         self._forwards = Supervisor(
             self._stack_id,

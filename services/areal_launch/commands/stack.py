@@ -255,7 +255,7 @@ class Session:
             await keep_dead_letters(
                 stack.folder, stack.config.endpoints.buffer, Security.load(stack.config.security)
             )
-        except ArealError as error:
+        except (ArealError, OSError) as error:
             stack.events.report("warning", "buffer", f"dead letters were not written: {error}")
 
     async def _work(self, interrupt: asyncio.Event) -> tuple[str, ArealError | None]:
@@ -319,8 +319,12 @@ class Session:
         )
         earlier = read_results(folder.summary_file)
         summary = continue_summary(earlier, summary, began=stack.started)
-        write_json(folder.summary_file, summary)
-        draw_plot(folder)
+        try:
+            write_json(folder.summary_file, summary)
+        except OSError as error:  # a full disk, or a folder that was deleted: it is still shown
+            stack.events.report("warning", "stack", f"summary.json was not written: {error}")
+        else:
+            draw_plot(folder)
         return summary
 
 
