@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -74,6 +75,7 @@ _MERGED = (
     TaskState.REJECTED,
 )
 _WORKER = "session"
+_ATTEMPT = re.compile(r"0|[1-9][0-9]{0,3}")
 
 
 class Sessions:
@@ -118,7 +120,8 @@ class Sessions:
     async def _find(self, session_id: str, key: str) -> LedgerCalls:
         """What the ledger has of a session; raises Unauthenticated, NotFound."""
         task_id, _, attempt = session_id.rpartition("-")
-        if not task_id or not attempt.isdecimal() or len(attempt) > 4:
+        # As we write it: another spelling of the number would be another name of the session.
+        if not task_id or not _ATTEMPT.fullmatch(attempt):
             raise NotFound(f"session {session_id[:80]!r}: unknown")
         place = task_id, int(attempt)
         cached = self._cache.find(place)
