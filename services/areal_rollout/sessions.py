@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -35,12 +34,11 @@ from areal.agents.replies import Reply
 from areal.agents.routes import handle
 from areal.agents.session import Model, Session
 from areal.agents.tree import merge
-from areal.clients.buffer.sessions import BufferSessions
+from areal.clients.buffer.sessions import BufferSessions, place_of
 from areal.errors import (
     ArealError,
     InvalidInput,
     LeaseLost,
-    NotFound,
     Unauthenticated,
     Unavailable,
     WorkflowError,
@@ -75,7 +73,6 @@ _MERGED = (
     TaskState.REJECTED,
 )
 _WORKER = "session"
-_ATTEMPT = re.compile(r"0|[1-9][0-9]{0,3}")
 
 
 class Sessions:
@@ -119,11 +116,7 @@ class Sessions:
 
     async def _find(self, session_id: str, key: str) -> LedgerCalls:
         """What the ledger has of a session; raises Unauthenticated, NotFound."""
-        task_id, _, attempt = session_id.rpartition("-")
-        # As we write it: another spelling of the number would be another name of the session.
-        if not task_id or not _ATTEMPT.fullmatch(attempt):
-            raise NotFound(f"session {session_id[:80]!r}: unknown")
-        place = task_id, int(attempt)
+        place = place_of(session_id)
         cached = self._cache.find(place)
         found = await self._sessions.get(*place, cached.known)
         digest = hashlib.sha256(key.encode()).hexdigest()
@@ -133,9 +126,7 @@ class Sessions:
             cached = CachedCalls()
         cached.add(found.calls)
         self._cache.keep(place, cached)
-        return LedgerCalls(
-            self._sessions, found, int(attempt), cached, lambda: self._cache.drop(place)
-        )
+        return LedgerCalls(self._sessions, found, place[1], cached, lambda: self._cache.drop(place))
 
     def _of(self, found: pb.GetSessionResponse) -> Model:
         """The model as this session may see it."""
