@@ -38,7 +38,7 @@ class Follower:
         self._silence_s = silence_s
         self._silent_since = 0.0
         self._drawing: asyncio.Task[None] | None = None
-        stack.folder.logs.mkdir(parents=True, exist_ok=True)
+        stack.folder.make()
         # Open until this process ends: libraries may log until then.
         log = stack.folder.log_of("follower").open("a", buffering=1)
         configure_logging("follower", stack.config.namespace, stream=log)

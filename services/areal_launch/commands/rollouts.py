@@ -12,6 +12,7 @@ from typing import Any
 
 from areal.config.services import in_object_store
 from areal.errors import InvalidInput, NotFound
+from areal.files import replacing
 from areal.training.rollouts.reader import Kept, RolloutFolder, by_attempt, export_rows
 from areal.training.rollouts.records import schema
 from areal.weights.objects import ObjectStore
@@ -227,7 +228,7 @@ def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -
         raise InvalidInput(
             f"--to {str(to)!r}: expected a name that ends in {' or '.join(suffixes)}"
         )
-    if to.exists():
+    if to.exists() or to.is_symlink():
         raise InvalidInput(f"--to {str(to)!r}: already exists, expected a new file")
     folder = _folder(run)
     low, high = folder.steps[0] if first is None else first, last or folder.steps[-1]
@@ -238,9 +239,8 @@ def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -
             f"{folder.steps[-1]}"
         )
     to.parent.mkdir(parents=True, exist_ok=True)
-    temporary = to.with_name(f"{to.name}.tmp")
     batches = _progress(export_rows, folder, kind, steps)
-    try:
+    with replacing(to) as temporary:
         if kind == "inspect":
             count = write_log(temporary, folder, steps, _bar(steps))
         elif to.suffix == ".parquet":
@@ -252,9 +252,6 @@ def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -
                 f"--as {kind}: no rows in steps {low} to {high}: no group has samples with "
                 f"different rewards{' and the same prompt' if kind == 'preferences' else ''}"
             )
-        temporary.replace(to)
-    finally:
-        temporary.unlink(missing_ok=True)
     say(f"{to}: {count} rows of steps {steps[0]} to {steps[-1]}")
     return 0
 

@@ -160,7 +160,7 @@ def run_foreground(
     """
     folder = RunFolder(resolved.config.run_dir)
     changes = check_unchanged(resolved.config, accept=accept_changes)
-    _make_logs(folder)
+    _make_folder(resolved.config)
     # Open until this process ends: libraries may log until then.
     log = folder.log_of("launcher").open("a", buffering=1)
     configure_logging("launcher", resolved.config.namespace, stream=log)
@@ -171,10 +171,11 @@ def run_foreground(
     return asyncio.run(Session(resolved, stack, display, ready_fd=ready_fd).run())
 
 
-def _make_logs(folder: RunFolder) -> None:
-    """Creates the folder of logs; raises CannotStart for what `preflight` cannot see (a quota)."""
+def _make_folder(config: BaseExperimentConfig) -> None:
+    """Creates the run folder; raises CannotStart for what `preflight` cannot see (a quota)."""
+    folder = RunFolder(config.run_dir)
     try:
-        folder.logs.mkdir(parents=True, exist_ok=True)
+        folder.make(shared=bool(config.endpoints.inference))
     except OSError as error:
         raise CannotStart(
             f"run folder {str(folder.logs)!r}: {error.strerror}; choose another with run_root=DIR"
@@ -349,7 +350,7 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
     folder = RunFolder(resolved.config.run_dir)
     # Fails here at once, instead of in the other process.
     check_unchanged(resolved.config, accept="--accept-changes" in arguments)
-    _make_logs(folder)
+    _make_folder(resolved.config)
     os.close(folder.lock(wait_s=0.0))
     output = folder.log_of("up")
     reading, writing = os.pipe()
