@@ -35,12 +35,13 @@ from areal.config.experiment import (
     as_yaml,
     build_config,
     cautions,
+    keys_with_secrets,
 )
 from areal.config.learning_rules import of_config
 from areal.config.model_origin import find_model
 from areal.errors import ArealError, CannotStart, ConfigError, InvalidInput
 from areal.recipe import Recipe, find_config_class, load_recipe
-from areal.security import Security
+from areal.security import Security, redact
 from areal.types import TaskState
 from areal_launch.clusters.base import Cluster
 from areal_launch.commands.dead_letters import keep_dead_letters
@@ -56,6 +57,7 @@ from areal_launch.stack.plan import missing_model
 from areal_launch.stack.returned_episodes import ReturnedEpisodes
 from areal_launch.stack.trial_config import check_unchanged
 from areal_launch.view.display import Display, choose_display
+from areal_launch.view.output import warn
 from areal_launch.view.poller import LAST_LOOK_S, Snapshot, StackPoller
 from areal_launch.view.rows import read_rows
 from areal_launch.view.summary import build_summary, continue_summary, read_results
@@ -96,8 +98,11 @@ def resolve_run(
 
 
 def print_config(recipe: Path, config: Path | None, overrides: list[str]) -> int:
-    """Prints the resolved experiment file; does not look for the model."""
-    sys.stdout.write(as_yaml(read_experiment(recipe, config, overrides)[0]))
+    """Prints the resolved experiment file without its secrets; does not look for the model."""
+    resolved, _ = read_experiment(recipe, config, overrides)
+    sys.stdout.write(redact(as_yaml(resolved)))
+    for key in keys_with_secrets(resolved):
+        warn(f"{key}: its secret is printed as ***; write it into a file of security.dir instead")
     return 0
 
 
