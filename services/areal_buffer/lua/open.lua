@@ -28,7 +28,7 @@ if headroom <= 0 then
   if meta[turn] >= 0 then set(META, turn, int(NOW + CONFIG.kept_place_ms)) end
   fail('CapacityExceeded', why .. '; try again in 1 s')
 end
-local size = RECORD + #ARGV[3]
+local size = RECORD + #ARGV[3] + #keys + #ARGV[6]
 if not make_room(0.8 * tonumber(ARGV[5]) - size) then
   fail('CapacityExceeded', 'the ledger is near its memory limit' .. again())
 end

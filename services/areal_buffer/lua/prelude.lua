@@ -11,7 +11,7 @@
 --   running:<purpose>  zset    running tasks by lease expiry (ms)
 --   floors             zset    running train tasks by the oldest version their tokens may have
 --   completed          zset    train groups by (head version, sequence number)
---   results            zset    serve tasks that have ended (but dead letters), by when (ms)
+--   results            zset    serve tasks and sessions that have ended (but dead letters), by when (ms)
 --   read               zset    those whose result has been read, by when (ms), until it goes
 --   deadlines          zset    queued and running tasks with a time to live, by its end (ms)
 --   dead               zset    dead letters by time (ms)
@@ -25,6 +25,8 @@
 --   seen:<epoch>       bitmap  dataset positions submitted
 --   failures           hash    of each kind of workflow error since the trainer registered: the first one
 --   failures:attempts  hash    and how many attempts it ended
+--   recipe:<digest>    hash    source of a recipe
+--   recipes            zset    digests of recipes by last use (ms)
 --   life:<worker>      string  its newest life (of workers whose name outlives them); goes after a day
 
 local P = KEYS[1]
@@ -240,24 +242,33 @@ local function note_discarded(task, outcome, payload)
   put('spares', name, int(NOW))
 end
 
+-- A record without its body. That of a session has the keys of its agents, who ask how it ended.
+local function record_bytes(task)
+  if (task.sessions or 0) == 0 then return RECORD end
+  return RECORD + call('HSTRLEN', task.key, 'keys') + call('HSTRLEN', task.key, 'salt')
+end
+
 -- Leaves the small record.
 local function drop_body(task)
   drop_calls(task)
+  local left = record_bytes(task)
   call('HDEL', task.key, 'body', 'partial', 'journal', 'failed_servers', 'traceback')
-  call('HSET', task.key, 'size', RECORD)
-  hold(task.purpose, RECORD - task.size - task.journal)
-  task.size, task.journal = RECORD, 0
+  call('HSET', task.key, 'size', int(left))
+  hold(task.purpose, left - task.size - task.journal)
+  task.size, task.journal = left, 0
 end
 
 -- Drops what only living tasks need. Ended train tasks keep a small record, so that their id
--- stays taken; serve tasks go altogether when their time has come.
+-- stays taken; serve tasks and sessions go altogether when their time has come.
 local function enter_end(task, to)
   if task.deadline > 0 then remove('deadlines', task.id) end
+  -- A session that was trained on goes after its step's batch has been released (commit.lua).
+  local goes = task.purpose == 'serve' or (task.sessions or 0) > 0 and to ~= 'trained'
   if to == 'dead_lettered' then
     put('dead', task.id, int(NOW))
     drop_journal(task)
   else
-    if task.purpose == 'serve' then put('results', task.id, int(NOW)) end
+    if goes then put('results', task.id, int(NOW)) end
     if to ~= 'trained' and to ~= 'delivered' then drop_body(task) end
   end
   if to ~= 'trained' and to ~= 'delivered' then delete(P .. 'group:' .. task.id) end
