@@ -39,6 +39,8 @@ class BufferConfig:
     serve_result_ttl_ms: int = 24 * 3600 * 1000
     """How long a served result that no one reads stays; one that was read is released minutes
     later, and either sooner where there is no room."""
+    first_call_ms: int = 600_000
+    """How long a session without any call keeps its slot, if its agent may be silent for longer."""
     recipes_bytes: int = 32 * 1024 * 1024
     """Of recipes that are kept; those used longest ago go, except the trainers'."""
     max_group_bytes: int = MAX_GROUP_BYTES
@@ -84,6 +86,7 @@ class BufferConfig:
             "kept_place_ms",
             "spare_bytes",
             "recipes_bytes",
+            "first_call_ms",
         )
         numbers = {name: getattr(self, name) for name in names} | {"record_bytes": RECORD_BYTES}
         return "{" + ",".join(f"{name}={number}" for name, number in numbers.items()) + "}"

@@ -81,8 +81,8 @@ class OpenIn(BaseModel):
     """Attempts at the task, each a session of its own. They are one group: their rewards are
     compared with each other."""
     ttl_s: float | None = Field(default=None, ge=0.1, le=7 * 24 * 3600)
-    """The task expires when no call comes for this many seconds; null: twice
-    rollout.request_timeout_s."""
+    """The task expires when no call comes for this many seconds, and after 10 minutes if there has
+    been no call at all; null: twice rollout.request_timeout_s."""
     purpose: Literal["train", "serve"] = "train"
     """`serve`: recorded, and not trained on."""
 

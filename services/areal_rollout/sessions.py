@@ -62,6 +62,7 @@ from areal_rollout.interfaces import Buffer, Generation
 from areal_rollout.ledger_calls import LedgerCalls
 from areal_rollout.results import Rejection, judge
 from areal_rollout.session_cache import CachedCalls, SessionCache
+from areal_rollout.session_turns import SessionTurns
 
 # An attempt that ended before its task is in one of these is in the group, or will be.
 _MERGED = (
@@ -89,6 +90,7 @@ class Sessions:
         self._sessions, self._buffer, self._config = sessions, buffer, config
         self._model: tuple[Generation, Tokenizer, TemplateRenderer] | None = None
         self._cache = SessionCache()
+        self._turns = SessionTurns()
 
     def start(self, generation: Generation, tokenizer: Tokenizer) -> None:
         """From now on there is a model."""
@@ -140,10 +142,12 @@ class Sessions:
                 for _ in range(request.gconfig.n_samples)
             ]
             renewing = asyncio.create_task(self._renew(found))
+            wait_s = self._config.request_timeout_s
             try:
-                await generation.generate(
-                    request, responses, min_version=found.policy_version, avoid=()
-                )
+                async with self._turns.turn(request.affinity_key, len(responses), wait_s):
+                    await generation.generate(
+                        request, responses, min_version=found.policy_version, avoid=()
+                    )
             finally:
                 renewing.cancel()
             return responses

@@ -171,3 +171,25 @@ def test_reward_when_its_parts_are_many_or_long_then_refused(
     lease = pb.LeaseRef(task_id="s", token=1)
     with pytest.raises(InvalidInput, match=said):
         check_update(pb.UpdateSessionRequest(lease=lease, attempt=0, reward=reward))
+
+
+async def test_session_when_its_agent_never_calls_then_its_slot_is_free_long_before_its_idle_time(
+    redis_url: str,
+) -> None:
+    week = 7 * 24 * 3600 * 1000
+    async with open_book(redis_url, first_call_ms=100) as book:
+        sessions = Sessions(book, first_call_ms=100)
+        await book.register()
+        await sessions.open("silent", idle_ms=week)
+        await sessions.open("used", idle_ms=week)
+        await sessions.begin("used", 1)
+        used = await book.redis.zscore(f"{book.prefix}running:train", "used")
+        silent = await book.redis.zscore(f"{book.prefix}running:train", "silent")
+        assert used is not None
+        assert silent is not None
+        assert used - silent > week / 2
+        await book.redis.zadd(f"{book.prefix}running:train", {"silent": 1})
+        await book.store.sweep()
+        assert (await book.state("silent"), await book.state("used")) == ("expired", "running")
+        record = (await sessions.store.read("silent", 0)).record
+        assert record.reason == "session expired: its agent made no call: it was silent for 0 s"

@@ -40,6 +40,6 @@ add(META, 'token', 1)
 move(task, 'running', {'purpose', purpose, 'seq', int(meta.seq + 1), 'token', int(meta.token + 1),
   'worker', 'session', 'floor', int(task.floor), 'body', ARGV[3], 'size', int(size), 'submitted', int(NOW),
   'sessions', int(task.sessions), 'keys', keys, 'salt', ARGV[6],
-  'idle', ARGV[4]}, NOW + tonumber(ARGV[4]))
+  'idle', ARGV[4]}, NOW + math.min(tonumber(ARGV[4]), CONFIG.first_call_ms))
 hold(purpose, size)
 return {task.floor, ARGV[6]}
