@@ -212,7 +212,7 @@ def _check_size(operator: str, left: Any, right: Any) -> None:
 
 def _check_call(text: str, method: str, values: Sequence[Any]) -> None:
     """Refuses methods of text that pad it to a large width."""
-    if method in ("format", "format_map") and _FORMAT.search(text):
+    if method == "format" and _FORMAT.search(text):
         _refuse_above(_MOST + 1)
     if method in _PADDING:
         for width in values:
@@ -239,6 +239,39 @@ def _padding(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def _bounded() -> type[jinja2.Environment]:
+    """Jinja's sandbox, with bounds on what a few characters of a template may ask for."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Environment(ImmutableSandboxedEnvironment):
+        """Refuses what takes gigabytes or hours for a few characters of template."""
+
+        intercepted_binops = frozenset({"*", "**", "%"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            _check_size(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+        def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+            own = super().wrap_str_format(value)
+            if own is None:
+                return None
+
+            def checked(*args: Any, **kwargs: Any) -> str:
+                _check_call(value.__self__, "format", [])
+                return own(*args, **kwargs)
+
+            return checked
+
+        def call(_self, _context: Any, _function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+            text = getattr(_function, "__self__", None)
+            if isinstance(text, str):
+                _check_call(text, _function.__name__, [*args, *kwargs.values()])
+            return super().call(_context, _function, *args, **kwargs)
+
+    return Environment
+
+
 def _compile(source: str, mark: str = "") -> tuple[jinja2.Template, int]:
     """The template, and the number of its `{% generation %}` marks.
 
@@ -249,7 +282,6 @@ def _compile(source: str, mark: str = "") -> tuple[jinja2.Template, int]:
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     lines: list[int] = []
 
@@ -284,22 +316,7 @@ def _compile(source: str, mark: str = "") -> tuple[jinja2.Template, int]:
             sort_keys=sort_keys,
         )
 
-    class Environment(ImmutableSandboxedEnvironment):
-        """Refuses what takes gigabytes or hours for a few characters of template."""
-
-        intercepted_binops = frozenset({"*", "**", "%"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            _check_size(operator, left, right)
-            return super().call_binop(context, operator, left, right)
-
-        def call(_self, _context: Any, _function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-            text = getattr(_function, "__self__", None)
-            if isinstance(text, str):
-                _check_call(text, _function.__name__, [*args, *kwargs.values()])
-            return super().call(_context, _function, *args, **kwargs)
-
-    environment = Environment(
+    environment = _bounded()(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     # Python's own are Jinja's toys for tests of web pages: `lipsum` makes text of any length.
