@@ -143,7 +143,10 @@ def parse_header(raw: bytes, where: object) -> Layout:
         for name, entry in header.items():
             begin, end = (len(raw) + int(n) for n in entry["data_offsets"])
             shape = tuple(int(n) for n in entry["shape"])
-            if end - begin != (math.prod(shape) * _ITEM_BITS[entry["dtype"]] + 7) // 8:
+            if (
+                min(shape, default=0) < 0
+                or end - begin != (math.prod(shape) * _ITEM_BITS[entry["dtype"]] + 7) // 8
+            ):
                 raise InvalidInput(f"{where}: tensor {name}: offsets do not fit its shape")
             places.append(TensorPlace(name, shape, entry["dtype"], begin, end))
     except (
