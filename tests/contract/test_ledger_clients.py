@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.contract.test_ledger_sessions import KEYS, Sessions
+from tests.contract.test_ledger_sessions import Sessions
 from tests.ledger_support import FULL, Book, open_book, returned
 
-from areal.errors import InvalidInput, NotFound
+from areal.errors import InvalidInput
 from areal.types import Purpose
 from areal.v1 import buffer_service_pb2 as pb
 from areal_buffer.sessions import check_update
@@ -96,47 +96,6 @@ async def test_call_when_it_asks_for_many_answers_then_about_what_redis_needs_is
     needed = await book.redis.memory_usage(f"{book.prefix}calls:s/0", samples=0)
     assert needed is not None
     assert needed / 2 < counted < 2 * needed
-
-
-@pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.SERVE])
-@pytest.mark.parametrize("how", ["expired", "cancelled"])
-async def test_session_when_it_ended_without_training_then_its_record_goes_in_time(
-    book: Book, sessions: Sessions, purpose: Purpose, how: str
-) -> None:
-    await book.register()
-    await sessions.open("s", purpose, idle_ms=100 if how == "expired" else 60_000)
-    if how == "expired":
-        await book.pass_time(f"running:{purpose.value}")
-        await book.store.sweep()
-    else:
-        await book.store.cancel(["s"], None, reason="why", incarnation=0)
-    assert await book.state("s") == how
-    await book.pass_time("results")
-    await book.store.sweep()
-    assert await book.redis.keys(f"{book.prefix}task:*") == []
-    assert await book.held() == await book.recount() == (0, 0)
-    with pytest.raises(NotFound, match="released since it ended"):
-        await sessions.store.read("s", 0)
-
-
-async def test_session_when_it_was_trained_then_its_record_goes_after_its_step_is_released(
-    book: Book, sessions: Sessions
-) -> None:
-    await book.register(size=1)
-    await sessions.open("s", keys=KEYS[:1], salt=b"salt")
-    await sessions.record("s", await sessions.begin("s", 1), 2)
-    await sessions.end("s")
-    assert await book.complete("s", await sessions.token("s"))
-    await book.take(1)
-    await book.store.commit(book.incarnation, 1, 0)
-    assert await book.redis.zcard(f"{book.prefix}results") == 0  # a replay needs it
-    await book.store.commit(book.incarnation, 1, 1)
-    assert await book.state("s") == "trained"
-    assert await book.held() == await book.recount()
-    await book.pass_time("results")
-    await book.store.sweep()
-    assert await book.redis.keys(f"{book.prefix}task:*") == []
-    assert await book.held() == await book.recount() == (0, 0)
 
 
 async def test_dead_letters_when_memory_is_short_then_those_of_clients_go_and_the_runs_stay(

@@ -18,13 +18,8 @@ for each = meta.let_go + 1, retained do
     delete(P .. 'group:' .. id)
     call('HDEL', key, 'body', 'partial', 'failed_servers', 'lengths', 'head', 'size', 'payload', 'worker',
       'want', 'deadline', 'reason', 'done_token')
-    -- The one who opens a session again is told its version, until the session goes altogether.
-    if call('HGET', key, 'sessions') then
-      put('results', id, int(NOW))
-      call('HSET', key, 'size', int(RECORD + call('HSTRLEN', key, 'keys') + call('HSTRLEN', key, 'salt')))
-    else
-      call('HDEL', key, 'floor')
-    end
+    -- The one who opens a session again is told its version, however late.
+    if not call('HGET', key, 'sessions') then call('HDEL', key, 'floor') end
     -- What they were counted with is its last part, where it has five.
     hold('train', -tonumber(string.match(entry, '^[^\n]+\n[^\n]*\n[^\n]*\n[^\n]*\n(%d+)$') or 0))
   end

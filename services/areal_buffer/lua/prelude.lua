@@ -11,7 +11,7 @@
 --   running:<purpose>  zset    running tasks by lease expiry (ms)
 --   floors             zset    running train tasks by the oldest version their tokens may have
 --   completed          zset    train groups by (head version, sequence number)
---   results            zset    serve tasks and sessions that have ended (but dead letters), by when (ms)
+--   results            zset    serve tasks that have ended (but dead letters), by when (ms)
 --   read               zset    those whose result has been read, by when (ms), until it goes
 --   deadlines          zset    queued and running tasks with a time to live, by its end (ms)
 --   dead               zset    dead letters by time (ms)
@@ -259,16 +259,14 @@ local function drop_body(task)
 end
 
 -- Drops what only living tasks need. Ended train tasks keep a small record, so that their id
--- stays taken; serve tasks and sessions go altogether when their time has come.
+-- stays taken; serve tasks go altogether when their time has come.
 local function enter_end(task, to)
   if task.deadline > 0 then remove('deadlines', task.id) end
-  -- A session that was trained on goes after its step's batch has been released (commit.lua).
-  local goes = task.purpose == 'serve' or (task.sessions or 0) > 0 and to ~= 'trained'
   if to == 'dead_lettered' then
     put('dead', task.id, int(NOW))
     drop_journal(task)
   else
-    if goes then put('results', task.id, int(NOW)) end
+    if task.purpose == 'serve' then put('results', task.id, int(NOW)) end
     if to ~= 'trained' and to ~= 'delivered' then drop_body(task) end
   end
   if to ~= 'trained' and to ~= 'delivered' then delete(P .. 'group:' .. task.id) end
