@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
+from areal.chassis.files import replacing
 from areal.errors import CannotStart, NotFound
-from areal.files import replacing
 
 
 class RunFolder:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from areal.chassis.files import replacing
 from areal.errors import InvalidInput
-from areal.files import replacing
 from areal.weights.manifest import SINGLE_FILE, weight_files
 
 INDEX = "model.safetensors.index.json"

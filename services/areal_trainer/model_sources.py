@@ -18,9 +18,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from areal.chassis.files import remove_leftovers, replacing
 from areal.config.model_origin import HUB
 from areal.errors import ArealError, InvalidInput, Unavailable, WaitTimeout
-from areal.files import remove_leftovers, replacing
 from areal_trainer.model_folder import lacks, size_of
 
 Say = Callable[[str], None]

@@ -23,7 +23,6 @@ from areal.agents.chat import Answer
 from areal.agents.fields import body_of, get, number_of, score
 from areal.agents.replies import Reply, delivery, failure, streamed
 from areal.agents.session import Session
-from areal.clients.buffer.sessions import key_in
 from areal.errors import (
     ArealError,
     CapacityExceeded,
@@ -64,7 +63,8 @@ async def handle(
     while path.startswith("/v1/"):
         path = path.removeprefix("/v1")
     try:
-        session = await find(key_in(names))
+        key = names.get("authorization", "").removeprefix("Bearer ") or names.get("x-api-key", "")
+        session = await find(key)
         if answering := (own or {}).get((method, path)):
             return _json(await answering(body_of(content) if content.strip() else {}))
         return await _route(session, method, path, names, content)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from areal.files import replacing
+from areal.chassis.files import replacing
 
 VERDICT_VARIABLE = "AREAL_VERDICT"
 POD_VERDICT_VARIABLE = "AREAL_POD_VERDICT"

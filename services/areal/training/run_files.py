@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
+from areal.chassis.files import replacing
 from areal.config.learning_rules import Finding, of_rows
-from areal.files import replacing
 from areal.training.metric_names import named
 from areal.training.status import Evaluation
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from aiohttp import web
 
+from areal.chassis.files import foreign_owner
 from areal.chassis.http_connections import IDLE_S
 from areal.chassis.logging import configure_logging, get_logger
 from areal.errors import ArealError, InvalidInput
-from areal.files import foreign_owner
 from areal.security import UNAUTHENTICATED, Security
 from areal.weights.fetch import fetch_version
 from areal.weights.manifest import MANIFEST, parse_version_dir, read_manifest

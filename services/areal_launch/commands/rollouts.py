@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.chassis.files import replacing
 from areal.config.services import in_object_store
 from areal.errors import InvalidInput, NotFound
-from areal.files import replacing
 from areal.training.rollouts.reader import Kept, RolloutFolder, by_attempt, export_rows
 from areal.training.rollouts.records import schema
 from areal.weights.objects import ObjectStore

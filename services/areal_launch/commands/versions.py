@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from areal.chassis.files import new_folder
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import BaseExperimentConfig, load_service_config
 from areal.config.services import in_object_store
 from areal.errors import ArealError, InvalidInput, NotFound
-from areal.files import new_folder
 from areal.security import Security, SecurityConfig
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
 from areal.training.run_files import EVALUATIONS, best_step

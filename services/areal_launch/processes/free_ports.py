@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from areal.files import foreign_owner
+from areal.chassis.files import foreign_owner
 
 # Below the range from which the kernel takes ports of outgoing connections: a port found free here
 # is not taken by a passing client before its server has started.

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
+from areal.chassis.files import foreign_owner, replacing
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
-from areal.files import foreign_owner, replacing
 from areal.security import Security
 from areal_launch.run_folder import RunFolder
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from areal.chassis.files import replacing
 from areal.chassis.logging import get_logger
 from areal.errors import ArealError, InvalidInput
-from areal.files import replacing
 from areal.protocol.leases import Discarded
 from areal.tokenizer import Tokenizer
 from areal.training.rollouts.records import (

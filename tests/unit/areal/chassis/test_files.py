@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from areal import files
-from areal.files import foreign_owner, new_folder, remove_leftovers, replacing
+from areal.chassis import files
+from areal.chassis.files import foreign_owner, new_folder, remove_leftovers, replacing
 
 
 @pytest.fixture
