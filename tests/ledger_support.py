@@ -265,13 +265,18 @@ class Book:
         for key in await self.redis.keys(f"{self.prefix}task:*"):
             task = await self.redis.hgetall(key)
             group = await self.redis.strlen(key.replace(b"}:task:", b"}:group:"))
-            parts = [task.get(name, b"") for name in (b"body", b"partial", b"traceback")]
+            names = (b"body", b"partial", b"traceback", b"keys", b"salt")
+            parts = [task.get(name, b"") for name in names]
             calls = await self.redis.keys(key.replace(b"}:task:", b"}:calls:") + b"/*")
             for each in calls:
                 fields = await self.redis.hgetall(each)
-                parts += [value for name, value in fields.items() if name != b"calls"]
+                # A field costs 40 bytes beside its value.
+                parts += [value + bytes(40) for name, value in fields.items() if name != b"calls"]
             record = RECORD_BYTES if b"submitted" in task else ENDED_BYTES
             held[task[b"purpose"]] += record + sum(map(len, parts)) + group
+        for key in await self.redis.keys(f"{self.prefix}recipe:*"):
+            recipe = await self.redis.hgetall(key)
+            held[b"serve"] += RECORD_BYTES + len(recipe[b"file_name"]) + len(recipe[b"source"])
         for key in await self.redis.keys(f"{self.prefix}spare:*"):
             held[b"train"] += await self.redis.strlen(key)
         return held[b"train"], held[b"serve"]

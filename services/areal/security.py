@@ -40,7 +40,11 @@ UNAUTHENTICATED = (
 # Fits a header, a URL, redis.conf and nats.conf without surprises.
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows
-_USERINFO = re.compile(r"(?<=://)[^\s\"'@]*@")
+# A password may hold any character, even those that a URL should encode: "@" too. Addresses of
+# models and of folders in object stores have none, but an "@" before the revision.
+_USERINFO = re.compile(
+    r"(?<=://)(?<!hf://)(?<!s3://)(?<!gs://)(?<!az://)[^\s\"'@]*@(?:[^\s\"'@,/]*@)*"
+)
 _BEARER = re.compile(r"(?i)\b(bearer )[A-Za-z0-9._~+/=-]{16,}")
 
 

@@ -39,6 +39,10 @@ class BufferConfig:
     serve_result_ttl_ms: int = 24 * 3600 * 1000
     """How long a served result that no one reads stays; one that was read is released minutes
     later, and either sooner where there is no room."""
+    first_call_ms: int = 600_000
+    """How long a session without any call keeps its slot, if its agent may be silent for longer."""
+    recipes_bytes: int = 32 * 1024 * 1024
+    """Of recipes that are kept; those used longest ago go, except the trainers'."""
     max_group_bytes: int = MAX_GROUP_BYTES
     max_regenerations: int = 3
     """Times a group is generated again for being too stale before it is dead-lettered."""
@@ -81,6 +85,8 @@ class BufferConfig:
             "serve_result_ttl_ms",
             "kept_place_ms",
             "spare_bytes",
+            "recipes_bytes",
+            "first_call_ms",
         )
         numbers = {name: getattr(self, name) for name in names}
         numbers |= {"record_bytes": RECORD_BYTES, "ended_bytes": ENDED_BYTES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
@@ -367,12 +368,15 @@ class RedisStore:
     # -- recipes ------------------------------------------------------------------------------
 
     async def put_recipe(self, digest: str, file_name: str, source: bytes) -> None:
-        """Stores a recipe's source."""
+        """Stores a recipe's source; those used longest ago go when there are many."""
+        await self._scripts.run("put_recipe", digest, file_name, source)
+
+    async def recipes_used(self, digests: Iterable[str]) -> None:
+        """Notes that recipes are needed now, so that others go before them."""
+        now = {digest: time.time_ns() // 1_000_000 for digest in digests if digest}
         try:
-            await self._redis.hset(
-                f"{self._prefix}recipe:{digest}",
-                mapping={"file_name": file_name, "source": source},
-            )
+            if now:
+                await self._redis.zadd(f"{self._prefix}recipes", now, xx=True)
         except RedisError as error:
             raise translate(error) from None
 

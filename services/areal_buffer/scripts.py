@@ -65,6 +65,7 @@ NAMES = (
     "stats",
     "open",
     "session",
+    "put_recipe",
 )
 
 

@@ -61,12 +61,19 @@ class BufferService(BufferServiceServicer):
             )
         check.check_number(request.incarnation, "incarnation", 0)
         tasks = [check.check_task(task) for task in request.tasks]
+        if not request.incarnation and (placed := [t for t in tasks if t.position is not None]):
+            # Each epoch has a map of its positions, for good.
+            raise InvalidInput(
+                f"task {placed[0].task_id!r} position {placed[0].position}: only a trainer's "
+                "tasks have one (incarnation 0)"
+            )
         accepted = await self._store.submit(
             tasks,
             incarnation=request.incarnation,
             seal=request.seal,
             limit=self._memory.limit_bytes,
         )
+        await self._store.recipes_used({task.workflow.recipe_digest for task in request.tasks})
         return pb.BufferServiceSubmitTasksResponse(
             results=[
                 trajectory_pb2.SubmitResult(task_id=task.task_id, accepted=flag)
@@ -130,7 +137,7 @@ class BufferService(BufferServiceServicer):
         if request.group:
             completion = pb.Completion(lease=request.lease, group=request.group)
             check.check_group(completion, self._config.max_group_bytes, self._codec)
-        await self._store.reject(task_id, token, check.line(request.reason), request.group)
+        await self._store.reject(task_id, token, check.reason(request.reason), request.group)
         return pb.RejectTaskResponse()
 
     async def ReturnTasks(
@@ -168,7 +175,7 @@ class BufferService(BufferServiceServicer):
         cancelled = await self._store.cancel(
             check.check_task_ids(request.task_ids),
             purpose,
-            reason=check.line(request.reason),
+            reason=check.reason(request.reason),
             incarnation=check.check_number(request.incarnation, "incarnation", 0),
         )
         return pb.BufferServiceCancelTasksResponse(cancelled=cancelled)
@@ -310,6 +317,7 @@ class BufferService(BufferServiceServicer):
         recipe = await self._store.get_recipe(check.check_task_id(request.digest, "digest"))
         if recipe is None:
             raise NotFound(f"recipe {request.digest}: unknown")
+        await self._store.recipes_used([request.digest])
         return pb.GetRecipeResponse(file_name=recipe[0], source=recipe[1])
 
     async def ListDeadLetters(

@@ -34,6 +34,8 @@ _PARTS = (b"prompt", b"answer", b"reward")
 _Calls = dict[bytes, bytes]
 _MOST_KNOWN = 100_000
 _MAX_SALT_BYTES = 64
+# Of a reward, as agents may send them.
+_MAX_PARTS, _MAX_PART_CHARS = 32, 64
 
 
 class SessionStore:
@@ -232,7 +234,16 @@ def check_update(request: pb.UpdateSessionRequest) -> pb.UpdateSessionRequest:
             check.check_number(request.reward.number, "reward.number", 0)
             if not math.isfinite(request.reward.value):
                 raise InvalidInput(f"reward.value {request.reward.value}: expected a finite number")
+            if len(request.reward.parts) > _MAX_PARTS:
+                raise InvalidInput(
+                    f"reward.parts: got {len(request.reward.parts)}, expected at most {_MAX_PARTS}"
+                )
             for name, value in request.reward.parts.items():
+                if len(name) > _MAX_PART_CHARS:
+                    raise InvalidInput(
+                        f"reward.parts {name[:_MAX_PART_CHARS]!r}: got {len(name)} characters, "
+                        f"expected at most {_MAX_PART_CHARS}"
+                    )
                 if not math.isfinite(value):
                     raise InvalidInput(f"reward.parts {name} {value}: expected a finite number")
         case None:

@@ -26,6 +26,7 @@ _MAX_TASK_BYTES = 4 * (MAX_DATA_BYTES + _MAX_KWARGS_BYTES) + 4096
 _MAX_TRACEBACK_CHARS = 16_000
 _MAX_LINE_CHARS = 2_000
 _MAX_SERVER_CHARS = 300
+_MAX_REASON_CHARS = 300
 _MAX_SITE_CHARS = 200
 # In an error's line: what differs from row to row.
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?")
@@ -225,6 +226,11 @@ def _site(message: pb.Return) -> str:
 def line(text: str) -> str:
     """Returns one bounded line of text for people."""
     return " ".join(text.split())[:_MAX_LINE_CHARS]
+
+
+def reason(text: str) -> str:
+    """Returns why a task ended, short enough to stay with its record for good."""
+    return line(text)[:_MAX_REASON_CHARS]
 
 
 def traceback_text(text: str) -> str:

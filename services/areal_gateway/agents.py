@@ -16,7 +16,7 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -29,6 +29,8 @@ from areal.errors import InvalidInput, Unavailable
 from areal.types import Purpose, Task, WorkflowSpec
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
 from areal_gateway.config import GatewayConfig
+from areal_gateway.rest import JsonObject
+from areal_gateway.session_bodies import SessionBodies
 
 # What a worker reads of a request.
 _HEADERS = ("authorization", "x-api-key", "x-stainless-retry-count")
@@ -73,14 +75,14 @@ class OpenIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    task: dict[str, Any] = Field(default_factory=dict)
+    task: JsonObject = Field(default_factory=dict)
     """What the agent works on: kept with the trajectories, for people."""
     n: int = Field(default=1, ge=1, le=64)
     """Attempts at the task, each a session of its own. They are one group: their rewards are
     compared with each other."""
     ttl_s: float | None = Field(default=None, ge=0.1, le=7 * 24 * 3600)
-    """The task expires when no call comes for this many seconds; null: twice
-    rollout.request_timeout_s."""
+    """The task expires when no call comes for this many seconds, and after 10 minutes if there has
+    been no call at all; null: twice rollout.request_timeout_s."""
     purpose: Literal["train", "serve"] = "train"
     """`serve`: recorded, and not trained on."""
 
@@ -92,6 +94,7 @@ def add_agents(
     config: GatewayConfig,
 ) -> None:
     """Adds the routes; without rollout service or ledger they answer 503."""
+    bodies = SessionBodies(sessions, config)
 
     @app.post("/v1/sessions", tags=["sessions"])
     async def open_session(request: Request, body: OpenIn | None = None) -> Response:
@@ -135,19 +138,24 @@ def add_agents(
         """A request of the session's agent, which has the session's own key."""
         if rollout is None:
             raise Unavailable("endpoints.rollout '': this gateway has no rollout service")
-        passed = CallSessionRequest(
-            session_id=session_id,
-            method=request.method,
-            path=f"/{path}" if path else "",
-            headers={name: request.headers[name] for name in _HEADERS if name in request.headers},
-            content=await request.body(),
-        )
-        replies = rollout.call_session(passed, wait_s=2 * config.generation_s)
-        reply = await _unless_gone(request, replies)
-        kind = "text/event-stream" if reply.stream else "application/json"
+        async with bodies.of(session_id, request) as body:
+            passed = CallSessionRequest(
+                session_id=session_id,
+                method=request.method,
+                path=f"/{path}" if path else "",
+                headers={
+                    name: request.headers[name] for name in _HEADERS if name in request.headers
+                },
+                content=body or b"",
+            )
+            replies = rollout.call_session(passed, wait_s=2 * config.generation_s)
+            reply = await _unless_gone(request, replies)
+        headers = dict(reply.headers)
+        if body is None:
+            headers["Connection"] = "close"  # what it still sends is not read
         if not reply.stream:
             await replies.aclose()
-            return Response(reply.body, reply.status, dict(reply.headers), kind)
+            return Response(reply.body, reply.status, headers, "application/json")
 
         async def parts() -> AsyncGenerator[bytes]:
             async with aclosing(replies):
@@ -155,7 +163,7 @@ def add_agents(
                 async for more in replies:
                     yield more.body
 
-        return StreamingResponse(parts(), reply.status, dict(reply.headers), kind)
+        return StreamingResponse(parts(), reply.status, headers, "text/event-stream")
 
     for path in ("/sessions/{session_id}", "/sessions/{session_id}/{path:path}"):
         app.add_api_route(path, call, methods=["GET", "POST"], include_in_schema=False)

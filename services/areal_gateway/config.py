@@ -31,6 +31,8 @@ class GatewayConfig:
     """Step rows kept; of more, those in the middle are thinned."""
     max_body_bytes: int = 32 * 1024 * 1024
     """A request body."""
+    max_bodies_bytes: int = 128 * 1024 * 1024
+    """Bodies of agents' requests that are answered at once."""
     max_streams: int = 256
     """Event streams open at once."""
     generation_s: float = 600.0

@@ -24,6 +24,17 @@ from areal.security import Security
 LIFETIME_S = 7 * 24 * 3600
 _PAGE = Path(__file__).parent / "static" / "login.html"
 _ERROR_MARK = "<!-- error -->"
+# It sends its form to us alone, loads only its style sheet, and is shown in no other site's frame.
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'self'; form-action 'self'; base-uri 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_STYLE = "/static/style.css"
 _MAX_FORM_BYTES = 4096
 _FORM_WITHIN_S = 10.0
 
@@ -65,14 +76,15 @@ class DashboardAuth(BearerAuth):
             return True
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
             return False
-        if scope["path"].startswith("/static/"):
+        if scope["path"] == _STYLE:
             return True
         return self._sessions.valid(HTTPConnection(scope).cookies.get(self._sessions.cookie, ""))
 
     async def refuse(self, scope: Scope, send: Send) -> None:
         """Sends the form to a person, or one line of JSON to a program."""
         if scope["path"] == "/":
-            await answer(scope, send, _PAGE.read_bytes(), "text/html; charset=utf-8")
+            page = _PAGE.read_bytes()
+            await answer(scope, send, page, "text/html; charset=utf-8", more=_HEADERS)
         else:
             await super().refuse(scope, send)
 
@@ -92,9 +104,8 @@ async def log_in(request: Request, sessions: Sessions) -> Response:
     token = parse_qs(body[:_MAX_FORM_BYTES].decode(errors="replace")).get("token", [""])[0].strip()
     if not sessions.security.admits(f"Bearer {token}"):
         page = _PAGE.read_text("utf-8").replace(_ERROR_MARK, '<p class="wrong">Wrong token.</p>')
-        headers = {"Cache-Control": "no-store", "WWW-Authenticate": "Bearer"}
-        return HTMLResponse(page, status_code=401, headers=headers)
-    response = RedirectResponse("./", status_code=303)
+        return HTMLResponse(page, 401, {**_HEADERS, "WWW-Authenticate": "Bearer"})
+    response = RedirectResponse("./", status_code=303, headers={"Cache-Control": "no-store"})
     response.set_cookie(
         sessions.cookie,
         sessions.issue(),

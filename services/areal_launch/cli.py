@@ -17,7 +17,9 @@ import typer
 from typer.core import TyperGroup
 
 from areal.errors import ArealError, InvalidInput
+from areal.security import redact
 from areal_launch.utf8 import restart_in_utf8
+from areal_launch.view.output import warn
 
 
 class _Commands(TyperGroup):
@@ -29,7 +31,7 @@ class _Commands(TyperGroup):
         try:
             code = super().invoke(ctx)
         except ArealError as error:
-            print(f"areal: {error}", file=sys.stderr)  # noqa: T201 - the one line for people
+            warn(redact(str(error)))
             code = 2 if isinstance(error, InvalidInput) else 1
         except KeyboardInterrupt:
             code = 130

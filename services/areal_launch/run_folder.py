@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from areal.chassis.files import replacing
 from areal.errors import CannotStart, NotFound
 
 
@@ -38,6 +39,18 @@ class RunFolder:
         self.summary_file = path / "summary.json"
         self.plot_file = path / "reward.png"
 
+    def make(self, *, shared: bool = False) -> None:
+        """Creates the folder, which only its owner may enter, and that of the logs.
+
+        Prompts, answers and rewards are in it. A folder that exists keeps its permissions.
+
+        Args:
+            shared: Servers that others run read versions there: the umask says who may enter.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(0o777 if shared else 0o700, exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
+
     def log_of(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
@@ -50,7 +63,7 @@ class RunFolder:
         Raises:
             CannotStart: A living launcher holds the run; the line names its pid.
         """
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.make()
         descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + wait_s
         while True:
@@ -128,13 +141,8 @@ def remove_secrets(folder: RunFolder) -> None:
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file in one step."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
+    with replacing(file) as temporary:
         temporary.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-        temporary.replace(file)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def find_run(run: Path | None, root: Path = Path("runs"), *, live: bool = True) -> RunFolder:

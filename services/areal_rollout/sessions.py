@@ -34,12 +34,11 @@ from areal.agents.replies import Reply
 from areal.agents.routes import handle
 from areal.agents.session import Model, Session
 from areal.agents.tree import merge
-from areal.clients.buffer.sessions import BufferSessions
+from areal.clients.buffer.sessions import BufferSessions, place_of
 from areal.errors import (
     ArealError,
     InvalidInput,
     LeaseLost,
-    NotFound,
     Unauthenticated,
     Unavailable,
     WorkflowError,
@@ -63,6 +62,7 @@ from areal_rollout.interfaces import Buffer, Generation
 from areal_rollout.ledger_calls import LedgerCalls
 from areal_rollout.results import Rejection, judge
 from areal_rollout.session_cache import CachedCalls, SessionCache
+from areal_rollout.session_turns import SessionTurns
 
 # An attempt that ended before its task is in one of these is in the group, or will be.
 _MERGED = (
@@ -90,6 +90,7 @@ class Sessions:
         self._sessions, self._buffer, self._config = sessions, buffer, config
         self._model: tuple[Generation, Tokenizer, TemplateRenderer] | None = None
         self._cache = SessionCache()
+        self._turns = SessionTurns()
 
     def start(self, generation: Generation, tokenizer: Tokenizer) -> None:
         """From now on there is a model."""
@@ -117,10 +118,7 @@ class Sessions:
 
     async def _find(self, session_id: str, key: str) -> LedgerCalls:
         """What the ledger has of a session; raises Unauthenticated, NotFound."""
-        task_id, _, attempt = session_id.rpartition("-")
-        if not task_id or not attempt.isdecimal() or len(attempt) > 4:
-            raise NotFound(f"session {session_id[:80]!r}: unknown")
-        place = task_id, int(attempt)
+        place = place_of(session_id)
         cached = self._cache.find(place)
         found = await self._sessions.get(*place, cached.known)
         digest = hashlib.sha256(key.encode()).hexdigest()
@@ -130,9 +128,7 @@ class Sessions:
             cached = CachedCalls()
         cached.add(found.calls)
         self._cache.keep(place, cached)
-        return LedgerCalls(
-            self._sessions, found, int(attempt), cached, lambda: self._cache.drop(place)
-        )
+        return LedgerCalls(self._sessions, found, place[1], cached, lambda: self._cache.drop(place))
 
     def _of(self, found: pb.GetSessionResponse) -> Model:
         """The model as this session may see it."""
@@ -146,10 +142,12 @@ class Sessions:
                 for _ in range(request.gconfig.n_samples)
             ]
             renewing = asyncio.create_task(self._renew(found))
+            wait_s = self._config.request_timeout_s
             try:
-                await generation.generate(
-                    request, responses, min_version=found.policy_version, avoid=()
-                )
+                async with self._turns.turn(request.affinity_key, len(responses), wait_s):
+                    await generation.generate(
+                        request, responses, min_version=found.policy_version, avoid=()
+                    )
             finally:
                 renewing.cancel()
             return responses

@@ -30,6 +30,7 @@ from areal.recipe import Recipe, load_recipe
 from areal.training.offline_session import OfflineSession
 from areal.training.rank_watch import RankWatch
 from areal.training.session import TrainerSession, TrainerStopped
+from areal.training.stall_watch import LEAST_S, STEPS, StallWatch
 from areal_trainer.config import TrainerConfig
 from areal_trainer.recipe_fault import fault_of_recipe
 
@@ -117,6 +118,14 @@ def _place(main: Callable[..., object], recipe: str) -> str:
     return recipe if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
+def _watch_stalls(config: TrainerConfig, session: TrainerSession) -> StallWatch:
+    # A collective has a deadline of its own.
+    least = max(LEAST_S, 1.2 * config.experiment.actor.distributed_timeout_seconds)
+    watch = StallWatch(lambda: max(least, STEPS * session.status.longest_step_s))
+    session.waits.watch(watch.waits)
+    return watch
+
+
 def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | None) -> int:
     """Runs the recipe; returns the exit code.
 
@@ -140,6 +149,8 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
         rank=config.rank,
         world_size=config.world_size,
     )
+
+    stall = _watch_stalls(config, session)
 
     def stop(*_: Any) -> None:
         session.stop_requested = True
@@ -173,6 +184,7 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
             raise WorkflowError(line) from error
         return 1
     finally:
+        stall.stop()  # what follows has deadlines
         if listeners is not None:
             session.bridge.call(listeners.stop(0.5), "stopping the status server", timeout=5)
         session.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from areal.chassis.files import replacing
 from areal.errors import InvalidInput
 from areal.weights.manifest import SINGLE_FILE, weight_files
 
@@ -30,10 +31,8 @@ def ready_from(model: Path) -> str | None:
 
 def mark_ready(model: Path, source: str) -> None:
     """Marks the model as ready for others to read."""
-    file = ready_file(model)
-    half = file.with_name(f"{file.name}.new")
-    half.write_text(f"{source}\n", "utf-8")
-    half.replace(file)
+    with replacing(ready_file(model)) as half:
+        half.write_text(f"{source}\n", "utf-8")
 
 
 def lacks(model: Path) -> str:

@@ -18,6 +18,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from areal.chassis.files import remove_leftovers, replacing
 from areal.config.model_origin import HUB
 from areal.errors import ArealError, InvalidInput, Unavailable, WaitTimeout
 from areal_trainer.model_folder import lacks, size_of
@@ -128,13 +129,12 @@ def fetch_objects(source: str, model: Path, *, say: Say) -> None:
             if target.is_file() and target.stat().st_size == size:
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            half = target.with_name(f"{target.name}.part")
-            with half.open("wb") as out:
+            remove_leftovers(target)
+            with replacing(target) as half, half.open("wb") as out:
                 for begin in range(0, size, _PIECE):
                     piece = bytearray(min(_PIECE, size - begin))
                     store.read_into(name, file, begin, memoryview(piece))
                     out.write(piece)
-            half.replace(target)
     except TransportError as error:
         raise Unavailable(str(error)) from None
     except OSError as error:
@@ -166,9 +166,9 @@ def _copy_file(file: Path, target: Path) -> None:
         if (here.st_size, here.st_mtime_ns) == (there.st_size, there.st_mtime_ns):
             return
     target.parent.mkdir(parents=True, exist_ok=True)
-    half = target.with_name(f"{target.name}.part")
-    shutil.copy2(file, half)
-    half.replace(target)
+    remove_leftovers(target)
+    with replacing(target) as half:
+        shutil.copy2(file, half)
 
 
 def wait_for_copy(model: Path, *, how: str, deadline: float, say: Say) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 from areal.chassis.logging import get_logger
 from areal.chassis.rare_log import RareLog
 from areal.config.services import in_object_store
-from areal.errors import ConfigError, InvalidInput, NotFound
+from areal.errors import CapacityExceeded, ConfigError, InvalidInput, NotFound
 from areal.weights.broadcast import Offer, Seats, buckets
 from areal.weights.manifest import (
     PolicyVersion,
@@ -51,6 +51,8 @@ from areal_weight_sync.member import Member
 from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRecord
 from areal_weight_sync.versions import DigestCache, collect
 
+# As weight-sync is tested with; far more than one run has.
+MOST_SERVERS = 10_000
 _IDENTITY = attrgetter("version", "incarnation", "path")
 
 
@@ -238,8 +240,16 @@ class Coordinator:
             server_id: host:port of the url.
             url: Where it listens.
             origin: The source that found it and says when it leaves; empty: an RPC.
+
+        Raises:
+            CapacityExceeded: So many are known that an RPC adds none: each is probed and stored.
         """
         member = self._members.get(server_id)
+        if member is None and not origin and len(self._members) >= MOST_SERVERS:
+            raise CapacityExceeded(
+                f"server {server_id!r}: {len(self._members)} servers are known, at most "
+                f"{MOST_SERVERS}; drain those that are gone, and try again in 60 s"
+            )
         if member is not None and origin:
             member.record.origin = origin
         if member is None:

@@ -22,8 +22,8 @@ KEYS = ["a" * 64, "b" * 64]
 class Sessions:
     """The store beside a book, with the shortest ways to say what a test does."""
 
-    def __init__(self, book: Book) -> None:
-        config = ledger_config("", namespace=book.namespace)
+    def __init__(self, book: Book, **changes: object) -> None:
+        config = ledger_config("", namespace=book.namespace, **changes)
         self.book, self.memory = book, MemoryGauge(EMPTY)
         self.store = SessionStore(book.redis, config, self.memory, Waits())
         self._ids: dict[tuple[str, int], str] = {}

@@ -20,7 +20,8 @@ _NAMES: dict[Any, str] = {
     list: "a list",
 }
 _PART = re.compile(r"[\w.-]{1,64}")
-_NUMBER = re.compile(r"-(\d{1,9})\Z")
+# With the number as we write it: no leading zeros, and no digits of other scripts.
+_ANSWER = re.compile(r"(?:chatcmpl|cmpl|gen|msg|resp)-(.+)-(0|[1-9][0-9]{0,8})", re.DOTALL)
 _NAMES |= {dict: "an object"}
 
 
@@ -105,10 +106,10 @@ def objects(values: Sequence[Any], where: str) -> Sequence[Message]:
     return values
 
 
-def number_of(answer_id: str) -> int | None:
-    """Returns the number in an answer's id, or None if it is not an answer's id."""
-    found = _NUMBER.search(answer_id)
-    return int(found[1]) if found else None
+def number_of(answer_id: str, session_id: str) -> int | None:
+    """Returns the number in the id of a session's answer, or None if it is no such id."""
+    found = _ANSWER.fullmatch(answer_id)
+    return int(found[2]) if found and found[1] == session_id else None
 
 
 def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:

@@ -52,8 +52,8 @@ def previous_of(body: Mapping[str, Any], session_id: str) -> int | None:
     known = get(body, "previous_response_id", str)
     if known is None:
         return None
-    number = number_of(known)
-    if number is None or known != f"{KIND}-{session_id}-{number}":
+    number = number_of(known, session_id) if known.startswith(f"{KIND}-") else None
+    if number is None:
         raise NotFound(
             f"previous_response_id {known[:80]!r}: no response of this session has this id"
         )

@@ -185,9 +185,9 @@ async def _reward(session: Session, body: dict[str, Any], retry: bool) -> Reply:
     if value is None:
         raise InvalidInput("reward: expected a number, got none")
     known = get(body, "completion_id", str)
-    answer = number_of(known) if known is not None else None
+    answer = number_of(known, session.id) if known is not None else None
     if known is not None and answer is None:
-        raise InvalidInput(f"completion_id {known[:80]!r}: expected the id of an answer")
+        raise NotFound(f"completion_id {known[:80]!r}: no answer of this session has this id")
     await session.calls.reward(answer, value)
     return _json({})
 

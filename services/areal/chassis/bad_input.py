@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from areal.chassis.files import replacing
+
 VERDICT_VARIABLE = "AREAL_VERDICT"
 POD_VERDICT_VARIABLE = "AREAL_POD_VERDICT"
 """A file that outlives the process but not its pod: a container that Kubernetes starts again in
@@ -21,11 +23,8 @@ def write_verdict(line: str) -> None:
     """Writes that a restart is pointless; does nothing if no file is named."""
     for variable in (VERDICT_VARIABLE, POD_VERDICT_VARIABLE):
         if name := os.environ.get(variable):
-            file = Path(name)
-            # Several ranks may say it at once.
-            temporary = file.with_name(f".{file.name}.{os.getpid()}")
-            temporary.write_bytes(line.encode()[:_MOST_BYTES])
-            temporary.replace(file)
+            with replacing(Path(name)) as temporary:  # several ranks may say it at once
+                temporary.write_bytes(line.encode()[:_MOST_BYTES])
 
 
 def earlier_verdict() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from areal.security import UNAUTHENTICATED, Security
@@ -72,8 +72,15 @@ class BearerAuth:
         await answer(scope, send, body, "application/json")
 
 
-async def answer(scope: Scope, send: Send, body: bytes, media_type: str, status: int = 401) -> None:
-    """Sends a refusal with a body."""
+async def answer(
+    scope: Scope,
+    send: Send,
+    body: bytes,
+    media_type: str,
+    status: int = 401,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Sends a refusal with a body, and with `more` headers."""
     if scope["type"] != "http":  # a websocket: there is none here
         await send({"type": "websocket.close", "code": 1008})
         return
@@ -82,6 +89,7 @@ async def answer(scope: Scope, send: Send, body: bytes, media_type: str, status:
         b"content-length": str(len(body)).encode(),
         b"cache-control": b"no-store",
     }
+    headers |= {name.lower().encode(): value.encode() for name, value in (more or {}).items()}
     if status == 401:
         headers[b"www-authenticate"] = b"Bearer"
     await send({"type": "http.response.start", "status": status, "headers": list(headers.items())})

@@ -343,10 +343,29 @@ def micro_batch_tokens(config: GRPOConfig) -> int:
     return min(max(config.actor.mb_spec.max_tokens_per_mb, longest), sequences * longest)
 
 
+def keys_with_secrets(config: BaseExperimentConfig) -> list[str]:
+    """Returns the keys whose values are URLs with a password or a token in them."""
+
+    def find(value: object, key: str) -> list[str]:
+        if isinstance(value, dict):
+            return [each for name in value for each in find(value[name], f"{key}.{name}")]
+        if isinstance(value, list):
+            return [key] if any(find(each, key) for each in value) else []
+        hidden = isinstance(value, str) and redact(value) != value
+        return [key.removeprefix(".")] if hidden else []
+
+    return find(OmegaConf.to_container(OmegaConf.structured(config)), "")
+
+
 def cautions(config: BaseExperimentConfig) -> list[str]:
     """Returns warnings about settings that are allowed but may not be intended, one line each."""
+    secret = [
+        f"{key}: holds a secret, and is in config.yaml and in what people copy from it; write it "
+        "into a file of security.dir instead"
+        for key in keys_with_secrets(config)
+    ]
     if not isinstance(config, GRPOConfig):
-        return []
+        return secret
     gconfig = config.gconfig
     limits = [f"top_p {gconfig.top_p}"] if gconfig.top_p < 1 else []
     limits += [f"top_k {gconfig.top_k}"] if gconfig.top_k > 0 else []
@@ -356,7 +375,7 @@ def cautions(config: BaseExperimentConfig) -> list[str]:
         "expected top_p=1 and top_k=-1"
         for limit in limits
     ]
-    return [*truncated, *map(str, of_config(config))]
+    return [*secret, *truncated, *map(str, of_config(config))]
 
 
 def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, str]:

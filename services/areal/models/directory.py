@@ -23,11 +23,13 @@ def read_config(directory: Path) -> dict[str, Any]:
         InvalidInput: The file is missing, or is not a JSON object.
     """
     file = directory / "config.json"
+    if file.exists() and not file.is_file():  # a FIFO would be waited for
+        raise InvalidInput(f"{str(file)!r}: expected a file")
     try:
         config = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise InvalidInput(f"model {str(directory)!r}: {file.name}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{str(file)!r}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InvalidInput(f"{str(file)!r}: expected a JSON object")

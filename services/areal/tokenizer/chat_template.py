@@ -7,9 +7,10 @@ several names, keys that are None. They are brought into one form here, and nowh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any
 
 from areal.errors import InvalidInput
@@ -22,6 +23,12 @@ Message = dict[str, Any]
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning; templates read the first or the second."""
+# Of what a template repeats or pads: far more than any text that it is meant for.
+_MOST = 10_000_000
+# A width or precision of eight digits or more, or one that is given as a value.
+_PRINTF = re.compile(r"%[-+ #0]*(?:\d*\.)?(?:\d{8,}|\*)")
+_FORMAT = re.compile(r"\{[^{}]*:[^{}]*(?:\d{8,}|\{)")
+_PADDING = ("center", "expandtabs", "ljust", "rjust", "zfill")
 # Unicode's noncharacter: no text has it.
 _MARK = "\ufdd0"
 
@@ -191,6 +198,80 @@ def plain_tools(tools: Any) -> list[Message] | None:
     return [json_object(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
 
 
+def _check_size(operator: str, left: Any, right: Any) -> None:
+    """Refuses repetitions, powers and formats whose results are large."""
+    if operator == "%" and isinstance(left, str) and _PRINTF.search(left):
+        _refuse_above(_MOST + 1)
+    elif operator == "*":
+        for value, times in ((left, right), (right, left)):
+            if isinstance(value, (str, bytes, list, tuple)) and isinstance(times, int):
+                _refuse_above(len(value) * times)
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        _refuse_above(left.bit_length() * right)
+
+
+def _check_call(text: str, method: str, values: Sequence[Any]) -> None:
+    """Refuses methods of text that pad it to a large width."""
+    if method == "format" and _FORMAT.search(text):
+        _refuse_above(_MOST + 1)
+    if method in _PADDING:
+        for width in values:
+            _refuse_above(width if isinstance(width, int) else 0)
+
+
+def _refuse_above(size: int) -> None:
+    import jinja2
+
+    if size > _MOST:
+        raise jinja2.TemplateError(f"it asks for {size:.3g} characters, expected at most {_MOST}")
+
+
+def _padding(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of Jinja's that refuses large widths."""
+
+    @wraps(own)
+    def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_call("", "center", [*args, *kwargs.values()])
+        if name == "format":
+            _check_size("%", str(value), args)
+        return own(value, *args, **kwargs)
+
+    return checked
+
+
+def _bounded() -> type[jinja2.Environment]:
+    """Jinja's sandbox, with bounds on what a few characters of a template may ask for."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Environment(ImmutableSandboxedEnvironment):
+        """Refuses what takes gigabytes or hours for a few characters of template."""
+
+        intercepted_binops = frozenset({"*", "**", "%"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            _check_size(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+        def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+            own = super().wrap_str_format(value)
+            if own is None:
+                return None
+
+            def checked(*args: Any, **kwargs: Any) -> str:
+                _check_call(value.__self__, "format", [])
+                return own(*args, **kwargs)
+
+            return checked
+
+        def call(_self, _context: Any, _function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+            text = getattr(_function, "__self__", None)
+            if isinstance(text, str):
+                _check_call(text, _function.__name__, [*args, *kwargs.values()])
+            return super().call(_context, _function, *args, **kwargs)
+
+    return Environment
+
+
 def _compile(source: str, mark: str = "") -> tuple[jinja2.Template, int]:
     """The template, and the number of its `{% generation %}` marks.
 
@@ -201,7 +282,6 @@ def _compile(source: str, mark: str = "") -> tuple[jinja2.Template, int]:
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     lines: list[int] = []
 
@@ -236,9 +316,14 @@ def _compile(source: str, mark: str = "") -> tuple[jinja2.Template, int]:
             sort_keys=sort_keys,
         )
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = _bounded()(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
+    # Python's own are Jinja's toys for tests of web pages: `lipsum` makes text of any length.
+    for name in ("cycler", "joiner", "lipsum"):
+        del environment.globals[name]
+    for name in ("center", "format", "indent"):
+        environment.filters[name] = _padding(name, environment.filters[name])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from areal.chassis.files import replacing
 from areal.config.learning_rules import Finding, of_rows
 from areal.training.metric_names import named
 from areal.training.status import Evaluation
@@ -165,9 +166,7 @@ def _end_last_line(path: Path) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes beside the target, flushes to disk, renames: readers see all or nothing."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
+    with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)

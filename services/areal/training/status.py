@@ -57,6 +57,7 @@ class TrainerStatus:
         self._detail = ""
         self._since = self._finished_at = time.monotonic()
         self._step = 0
+        self._longest_s = 0.0
         self._incarnation = 0
         self._rows: list[dict[str, Any]] = []
         self._evaluations: list[Evaluation] = []
@@ -102,8 +103,15 @@ class TrainerStatus:
             self._step = step
             self._rows.append(row)
             thin(self._rows)
-            self._finished_at = time.monotonic()
+            now = time.monotonic()
+            self._longest_s = max(self._longest_s, now - self._finished_at)
+            self._finished_at = now
         self._wake()
+
+    @property
+    def longest_step_s(self) -> float:
+        """Longest time from the end of a step to that of the next, in seconds; 0: no step yet."""
+        return self._longest_s
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Records that held-out rows were measured."""

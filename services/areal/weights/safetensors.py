@@ -143,10 +143,20 @@ def parse_header(raw: bytes, where: object) -> Layout:
         for name, entry in header.items():
             begin, end = (len(raw) + int(n) for n in entry["data_offsets"])
             shape = tuple(int(n) for n in entry["shape"])
-            if end - begin != (math.prod(shape) * _ITEM_BITS[entry["dtype"]] + 7) // 8:
+            if (
+                min(shape, default=0) < 0
+                or end - begin != (math.prod(shape) * _ITEM_BITS[entry["dtype"]] + 7) // 8
+            ):
                 raise InvalidInput(f"{where}: tensor {name}: offsets do not fit its shape")
             places.append(TensorPlace(name, shape, entry["dtype"], begin, end))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise InvalidInput(f"{where}: not a safetensors file ({error})") from None
     places.sort(key=lambda place: (place.begin, place.end))
     offset = len(raw)

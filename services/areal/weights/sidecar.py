@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 from aiohttp import web
 
+from areal.chassis.files import foreign_owner
 from areal.chassis.http_connections import IDLE_S
 from areal.chassis.logging import configure_logging, get_logger
 from areal.errors import ArealError, InvalidInput
@@ -126,6 +128,10 @@ def run() -> None:
     host, _, port = asked.listen.rpartition(":")
     host = host.strip("[]")
     security.check_bind(host, "--listen")
+    # Where all users may write, another one may have prepared a folder of versions for us.
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    if why := foreign_owner(asked.folder):
+        sys.exit(f"--folder {why}; name another folder")
     web.run_app(
         Sidecar(asked.folder, security).app(),
         host=host,

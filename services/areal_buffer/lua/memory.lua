@@ -2,7 +2,7 @@
 --
 -- Over its limit the ledger lets groups go that no step trains on, then results: those that have been read, but for a moment, for who read
 -- one may not have got the answer; then whole tasks that have ended, the oldest first, but for the time
--- that one who waits for them takes to read them.
+-- that one who waits for them takes to read them; then dead letters of clients.
 local READ_MS, UNREAD_MS = 10000, 60000
 local MOST = 500   -- of each in one script
 
@@ -37,6 +37,14 @@ local function release_task(id)
   hold(task.purpose, -task.size - task.journal - task.payload)
 end
 
+-- Drops a dead letter of a client. Those of the run stay until a person drops them.
+local function release_letter(id)
+  local task = read_task(id)
+  if not task or task.purpose ~= 'serve' or task.trainer == '1' then return end
+  remove('dead', id)
+  release_task(id)
+end
+
 -- Releases what is in an index since then or longer, until there is no more than `enough` (nil: all);
 -- returns how many.
 local function release(index, each, since, enough)
@@ -55,6 +63,7 @@ local function make_room(enough)
   release('spares', drop_spare, NOW, enough)
   release('read', release_result, NOW - READ_MS, enough)
   if held() > enough then release('results', release_task, NOW - UNREAD_MS, enough) end
+  if held() > enough then release('dead', release_letter, NOW - UNREAD_MS, enough) end
   return held() <= enough
 end
 

@@ -28,7 +28,7 @@ if headroom <= 0 then
   if meta[turn] >= 0 then set(META, turn, int(NOW + CONFIG.kept_place_ms)) end
   fail('CapacityExceeded', why .. '; try again in 1 s')
 end
-local size = RECORD + #ARGV[3]
+local size = RECORD + #ARGV[3] + #keys + #ARGV[6]
 if not make_room(0.8 * tonumber(ARGV[5]) - size) then
   fail('CapacityExceeded', 'the ledger is near its memory limit' .. again())
 end
@@ -40,6 +40,6 @@ add(META, 'token', 1)
 move(task, 'running', {'purpose', purpose, 'seq', int(meta.seq + 1), 'token', int(meta.token + 1),
   'worker', 'session', 'floor', int(task.floor), 'body', ARGV[3], 'size', int(size), 'submitted', int(NOW),
   'sessions', int(task.sessions), 'keys', keys, 'salt', ARGV[6],
-  'idle', ARGV[4]}, NOW + tonumber(ARGV[4]))
+  'idle', ARGV[4]}, NOW + math.min(tonumber(ARGV[4]), CONFIG.first_call_ms))
 hold(purpose, size)
 return {task.floor, ARGV[6]}

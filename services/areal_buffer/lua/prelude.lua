@@ -25,6 +25,8 @@
 --   seen:<epoch>       bitmap  dataset positions submitted
 --   failures           hash    of each kind of workflow error since the trainer registered: the first one
 --   failures:attempts  hash    and how many attempts it ended
+--   recipe:<digest>    hash    source of a recipe
+--   recipes            zset    digests of recipes by last use (ms)
 --   life:<worker>      string  its newest life (of workers whose name outlives them); goes after a day
 
 local P = KEYS[1]
@@ -247,13 +249,20 @@ local function compact(key)
   if #left > 0 then call('HSET', key, unpack(left)) end
 end
 
+-- A record without its body. That of a session has the keys of its agents, who ask how it ended.
+local function record_bytes(task)
+  if (task.sessions or 0) == 0 then return RECORD end
+  return RECORD + call('HSTRLEN', task.key, 'keys') + call('HSTRLEN', task.key, 'salt')
+end
+
 -- Leaves the small record.
 local function drop_body(task)
   drop_calls(task)
+  local left = record_bytes(task)
   call('HDEL', task.key, 'body', 'partial', 'journal', 'failed_servers', 'traceback')
-  call('HSET', task.key, 'size', RECORD)
-  hold(task.purpose, RECORD - task.size - task.journal)
-  task.size, task.journal = RECORD, 0
+  call('HSET', task.key, 'size', int(left))
+  hold(task.purpose, left - task.size - task.journal)
+  task.size, task.journal = left, 0
   compact(task.key)
 end
 

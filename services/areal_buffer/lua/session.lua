@@ -17,9 +17,12 @@ end
 if ended and what ~= 'end' then fail('LeaseLost', 'session ' .. task.id .. '-' .. int(attempt) .. ' has ended') end
 if not over then put('running:' .. task.purpose, task.id, int(NOW + tonumber(call('HGET', task.key, 'idle')))) end
 
+-- What Redis needs for a field beside its value: names and their entries, which are most of it when one
+-- prompt asks for many answers.
+local FIELD = 40
 local added = 0
 local function write(field, value)
-  if call('HSETNX', key, field, value) == 1 then added = added + #value end
+  if call('HSETNX', key, field, value) == 1 then added = added + FIELD + #value end
 end
 local number = 0
 if what == 'begin' then
@@ -30,7 +33,7 @@ if what == 'begin' then
     if ARGV[10] ~= '' and call('HEXISTS', key, ARGV[10] .. ':answer') == 0 then
       fail('NotFound', 'answer ' .. ARGV[10] .. ' of session ' .. task.id .. ': not in the ledger')
     end
-    local bytes = #ARGV[7]
+    local bytes = #ARGV[7] + (1 + tonumber(ARGV[6])) * FIELD
     if task.journal + bytes > tonumber(ARGV[9]) then
       fail('InvalidInput', 'session ' .. task.id .. ': its calls have ' .. int(task.journal + bytes) ..
         ' bytes: at most ' .. ARGV[9])
@@ -60,7 +63,7 @@ else
   else
     local field = ARGV[5] == '' and 'outcome' or ARGV[5] .. ':reward'
     added = added + #ARGV[6] - call('HSTRLEN', key, field)
-    call('HSET', key, field, ARGV[6])
+    if call('HSET', key, field, ARGV[6]) == 1 then added = added + FIELD end
   end
 end
 if added ~= 0 then

@@ -26,8 +26,11 @@ for _, purpose in ipairs({'train', 'serve'}) do
     local found = call('HMGET', task.key, 'worker', 'idle', 'silent')
     local who = found[2] and not found[3] and 'session expired: its agent' or
       'lease expired: worker ' .. (found[1] or '')
-    end_attempt(task, 'infrastructure', who .. ' was silent for ' ..
-      int(lease_ttl(found[2], found[3]) / 1000) .. ' s')
+    local silent = lease_ttl(found[2], found[3])
+    if found[2] and not found[3] and task.journal == 0 and silent > CONFIG.first_call_ms then
+      who, silent = who .. ' made no call: it', CONFIG.first_call_ms
+    end
+    end_attempt(task, 'infrastructure', who .. ' was silent for ' .. int(silent / 1000) .. ' s')
     requeued = requeued + 1
   end
 end

@@ -81,7 +81,7 @@ local function batch(tasks)
   local entries, staleness, highest = {}, 0, meta.staleness_max
   for i, task in ipairs(tasks) do
     entries[i] = task.id .. '\n' .. int(task.head) .. '\n' .. task.lengths .. '\n' ..
-      int(task.since) .. '\n' .. int(math.max(0, task.size - RECORD) + task.payload)
+      int(task.since) .. '\n' .. int(math.max(0, task.size - record_bytes(task)) + task.payload)
     staleness = staleness + step - 1 - task.head
     highest = math.max(highest, step - 1 - task.head)
     move(task, 'batched', {'step', int(step)})

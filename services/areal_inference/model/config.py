@@ -77,6 +77,17 @@ class ModelConfig:
         """
         if not folder.is_dir():
             raise ModelError(f"model path {folder}: no such folder")
+        try:
+            return cls._read(folder)
+        except ModelError:
+            raise
+        # A folder is a stranger's: any value may be of any kind.
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            text = f"{type(error).__name__}: {error}"
+            raise ModelError(f"{folder / 'config.json'}: not a model's config: {text}") from None
+
+    @classmethod
+    def _read(cls, folder: Path) -> ModelConfig:
         raw = _read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         eos = _ids(raw.get("eos_token_id")) | _ids(raw.get("text_config", {}).get("eos_token_id"))
@@ -99,6 +110,12 @@ class ModelConfig:
             vision = _vision(folder, raw)
         _refuse_unsupported(folder, raw)
         try:
+            for key, most in _MOST.items():
+                if key in _OPTIONAL and not raw.get(key):
+                    continue
+                if not 1 <= int(raw[key]) <= most:
+                    shown = f"{key} {raw[key]}: expected 1 to {most}"
+                    raise ModelError(f"{folder / 'config.json'}: {shown}")
             heads = int(raw["num_attention_heads"])
             theta, scaling = _rope(folder, raw)
             return cls(
@@ -126,6 +143,20 @@ class ModelConfig:
             raise ModelError(f"{folder / 'config.json'}: missing key {error}") from None
 
 
+# More than any model has, and little enough to be counted to.
+_MOST = {
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 1 << 16,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+}
+_OPTIONAL = ("num_key_value_heads", "head_dim")
+
+
 def _tied(raw: dict[str, Any]) -> dict[str, Any]:
     """The word of the whole model counts, not that of its decoder's section."""
     key = "tie_word_embeddings"
@@ -147,11 +178,13 @@ def _vision(folder: Path, raw: dict[str, Any]) -> VisionConfig:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    if file.exists() and not file.is_file():  # a FIFO would be waited for
+        raise ModelError(f"{file}: expected a file")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{file}: expected a JSON object")

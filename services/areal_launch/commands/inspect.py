@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.text import Text
 
 from areal.config.experiment import load_service_config
 from areal.errors import InvalidInput, NotFound, WaitTimeout
@@ -22,8 +22,9 @@ from areal_launch.processes.log_tail import LogTail, humanize
 from areal_launch.processes.process import last_lines
 from areal_launch.run_folder import RunFolder, find_run
 from areal_launch.view.live_view import facts
-from areal_launch.view.output import print_json, print_table, say
+from areal_launch.view.output import print_json, print_table, say, visible
 from areal_launch.view.poller import Snapshot, StackPoller
+from areal_launch.view.terminal import make_console
 from areal_launch.view.watchdog import ask_waits
 
 STOP_TIMEOUT_S = 90.0
@@ -112,10 +113,11 @@ def _fields(value: object, *names: str) -> dict[str, Any]:
 
 
 def _print_status(folder: RunFolder, stack: dict[str, Any], snapshot: Snapshot) -> None:
-    console = Console()
+    console = make_console()
     console.print(
-        f"[bold]{stack['experiment']}/{stack['trial']}[/] {stack['state']}   "
-        f"launcher pid {stack['launcher']['pid']}   dashboard {stack['dashboard']}"
+        Text(f"{stack['experiment']}/{stack['trial']}", "bold"),
+        f"{stack['state']}   launcher pid {stack['launcher']['pid']}   "
+        f"dashboard {stack['dashboard']}",
     )
     console.print(f"run folder {folder.path}", style="bright_black")
     if (trainer := snapshot.trainer) is not None:
@@ -133,7 +135,7 @@ def _print_status(folder: RunFolder, stack: dict[str, Any], snapshot: Snapshot) 
     for name, wait in sorted(waiting.items(), key=lambda each: -each[1].seconds):
         console.print(f"waits      {name}: {wait}", soft_wrap=True, markup=False)
     for service, problem in snapshot.problems.items():
-        console.print(f"[yellow]{service}[/]: {problem}", soft_wrap=True)
+        console.print(Text(service, "yellow").append(f": {visible(problem)}", ""), soft_wrap=True)
     keys = ("state", "pid", "restarts", "address", "metrics")
     print_table(
         ("process", *keys),

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 import time
 import uuid
 from typing import Any
@@ -37,6 +36,7 @@ from areal_launch.processes.supervisor import RestartPolicy, Supervisor
 from areal_launch.run_folder import RunFolder, write_json
 from areal_launch.stack.remote import RemoteStack
 from areal_launch.view.display import Display, choose_display
+from areal_launch.view.output import warn
 from areal_launch.view.poller import LAST_LOOK_S, Snapshot
 from areal_launch.view.rows import read_rows
 from areal_launch.view.summary import build_summary
@@ -55,7 +55,7 @@ def run_on_kubernetes(config: BaseExperimentConfig, *, as_json: bool, keep: bool
     """Drives one release; returns the exit code."""
     folder = RunFolder(config.run_dir)
     release = Release(config, folder.path / "kubernetes")
-    print(f"areal: release {release.name}: {release.api}", file=sys.stderr, flush=True)  # noqa: T201
+    warn(f"release {release.name}: {release.api}")
     release.install()
     stack = RemoteStack(config, folder, "Ctrl-C leaves it running")
     display = choose_display(as_json=as_json, quiet=False)
@@ -79,7 +79,7 @@ class ReleaseFollower(Follower):
         self._stack_id = f"forward:{uuid.uuid4().hex}"
         # The guard ends the port-forwards of a follower that was killed with -9; it reads the note.
         self._note = stack.folder.path / "kubernetes" / f"follower-{os.getpid()}.json"
-        self._guard = Guard(self._note, None, self._on_forward)
+        self._guard = Guard(self._note, self._stack_id, None, self._on_forward)
         # A pod that is replaced ends its port-forward, any number of times in a long run.
         self._forwards = Supervisor(
             self._stack_id,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from areal.errors import ArealError, WaitTimeout
 from areal.security import Security
 from areal_launch.stack.remote import RemoteStack
 from areal_launch.view.display import Display
+from areal_launch.view.output import warn
 from areal_launch.view.poller import StackPoller
 
 AnswerT = TypeVar("AnswerT")
@@ -38,7 +38,7 @@ class Follower:
         self._silence_s = silence_s
         self._silent_since = 0.0
         self._drawing: asyncio.Task[None] | None = None
-        stack.folder.logs.mkdir(parents=True, exist_ok=True)
+        stack.folder.make()
         # Open until this process ends: libraries may log until then.
         log = stack.folder.log_of("follower").open("a", 1, "utf-8")
         configure_logging("follower", stack.config.namespace, stream=log)
@@ -103,6 +103,6 @@ class Follower:
     def say(self, text: str) -> None:
         """Adds an event to the screen, or prints a line while there is none."""
         if self._drawing is None:
-            print(f"areal: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            warn(text)
         else:
             self.stack.events.report("info", self._name, text)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.chassis.files import replacing
 from areal.config.services import in_object_store
 from areal.errors import InvalidInput, NotFound
 from areal.training.rollouts.reader import Kept, RolloutFolder, by_attempt, export_rows
@@ -17,7 +18,7 @@ from areal.training.rollouts.records import schema
 from areal.weights.objects import ObjectStore
 from areal_launch.commands.inspect_logs import write_log
 from areal_launch.run_folder import find_run
-from areal_launch.view.output import print_json, print_table, say
+from areal_launch.view.output import print_json, print_table, say, visible
 
 _SUFFIXES = (".parquet", ".jsonl")
 _SHOWN = 60
@@ -157,27 +158,28 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
     if as_json:
         print_json([{**vars(one), "turns": folder.turns(one)} for one in group])
         return
-    from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from areal_launch.view.terminal import make_console
+
+    console = make_console(highlight=False)
     for attempt in by_attempt(group).values():
         first = attempt[0]
         step = f"step {first.step}"
         if first.cause is not None:
             step = f"{first.outcome} before {step}: {first.cause}"
-        console.print(f"{task_id}, {step}", soft_wrap=True, markup=False)
+        console.print(visible(f"{task_id}, {step}"), soft_wrap=True)
         for one in (one for one in attempt if one.reward is not None):
             text = Text()
             for turn in folder.turns(one):
-                text.append(turn["text"], "bold" if turn["sampled"] else "bright_black")
+                text.append(visible(turn["text"]), "bold" if turn["sampled"] else "bright_black")
             console.print(
                 Panel(
                     text,
-                    title=_title(one),
+                    title=Text(visible(_title(one))),
                     title_align="left",
-                    subtitle=_subtitle(one),
+                    subtitle=Text(visible(_subtitle(one))),
                     subtitle_align="left",
                     border_style="blue",
                 )
@@ -210,7 +212,7 @@ def _subtitle(one: Kept) -> str:
 
 
 def _short(text: str | None) -> str:
-    line = " ".join((text or "").split())
+    line = visible(" ".join((text or "").split()))
     return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
 
 
@@ -227,7 +229,7 @@ def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -
         raise InvalidInput(
             f"--to {str(to)!r}: expected a name that ends in {' or '.join(suffixes)}"
         )
-    if to.exists():
+    if to.exists() or to.is_symlink():
         raise InvalidInput(f"--to {str(to)!r}: already exists, expected a new file")
     folder = _folder(run)
     low, high = folder.steps[0] if first is None else first, last or folder.steps[-1]
@@ -238,9 +240,8 @@ def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -
             f"{folder.steps[-1]}"
         )
     to.parent.mkdir(parents=True, exist_ok=True)
-    temporary = to.with_name(f"{to.name}.tmp")
     batches = _progress(export_rows, folder, kind, steps)
-    try:
+    with replacing(to) as temporary:
         if kind == "inspect":
             count = write_log(temporary, folder, steps, _bar(steps))
         elif to.suffix == ".parquet":
@@ -252,9 +253,6 @@ def export(run: str, to: Path, kind: str, first: int | None, last: int | None) -
                 f"--as {kind}: no rows in steps {low} to {high}: no group has samples with "
                 f"different rewards{' and the same prompt' if kind == 'preferences' else ''}"
             )
-        temporary.replace(to)
-    finally:
-        temporary.unlink(missing_ok=True)
     say(f"{to}: {count} rows of steps {steps[0]} to {steps[-1]}")
     return 0
 

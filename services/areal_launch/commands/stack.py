@@ -35,12 +35,13 @@ from areal.config.experiment import (
     as_yaml,
     build_config,
     cautions,
+    keys_with_secrets,
 )
 from areal.config.learning_rules import of_config
 from areal.config.model_origin import find_model
 from areal.errors import ArealError, CannotStart, ConfigError, InvalidInput
 from areal.recipe import Recipe, find_config_class, load_recipe
-from areal.security import Security
+from areal.security import Security, redact
 from areal.types import TaskState
 from areal_launch.clusters.base import Cluster
 from areal_launch.commands.dead_letters import keep_dead_letters
@@ -56,6 +57,7 @@ from areal_launch.stack.plan import missing_model
 from areal_launch.stack.returned_episodes import ReturnedEpisodes
 from areal_launch.stack.trial_config import check_unchanged
 from areal_launch.view.display import Display, choose_display
+from areal_launch.view.output import warn
 from areal_launch.view.poller import LAST_LOOK_S, Snapshot, StackPoller
 from areal_launch.view.rows import read_rows
 from areal_launch.view.summary import build_summary, continue_summary, read_results
@@ -96,8 +98,11 @@ def resolve_run(
 
 
 def print_config(recipe: Path, config: Path | None, overrides: list[str]) -> int:
-    """Prints the resolved experiment file; does not look for the model."""
-    sys.stdout.write(as_yaml(read_experiment(recipe, config, overrides)[0]))
+    """Prints the resolved experiment file without its secrets; does not look for the model."""
+    resolved, _ = read_experiment(recipe, config, overrides)
+    sys.stdout.write(redact(as_yaml(resolved)))
+    for key in keys_with_secrets(resolved):
+        warn(f"{key}: its secret is printed as ***; write it into a file of security.dir instead")
     return 0
 
 
@@ -160,7 +165,7 @@ def run_foreground(
     """
     folder = RunFolder(resolved.config.run_dir)
     changes = check_unchanged(resolved.config, accept=accept_changes)
-    _make_logs(folder)
+    _make_folder(resolved.config)
     # Open until this process ends: libraries may log until then.
     log = folder.log_of("launcher").open("a", 1, "utf-8")
     configure_logging("launcher", resolved.config.namespace, stream=log)
@@ -171,10 +176,11 @@ def run_foreground(
     return asyncio.run(Session(resolved, stack, display, ready_fd=ready_fd).run())
 
 
-def _make_logs(folder: RunFolder) -> None:
-    """Creates the folder of logs; raises CannotStart for what `preflight` cannot see (a quota)."""
+def _make_folder(config: BaseExperimentConfig) -> None:
+    """Creates the run folder; raises CannotStart for what `preflight` cannot see (a quota)."""
+    folder = RunFolder(config.run_dir)
     try:
-        folder.logs.mkdir(parents=True, exist_ok=True)
+        folder.make(shared=bool(config.endpoints.inference))
     except OSError as error:
         raise CannotStart(
             f"run folder {str(folder.logs)!r}: {error.strerror}; choose another with run_root=DIR"
@@ -255,7 +261,7 @@ class Session:
             await keep_dead_letters(
                 stack.folder, stack.config.endpoints.buffer, Security.load(stack.config.security)
             )
-        except ArealError as error:
+        except (ArealError, OSError) as error:
             stack.events.report("warning", "buffer", f"dead letters were not written: {error}")
 
     async def _work(self, interrupt: asyncio.Event) -> tuple[str, ArealError | None]:
@@ -319,8 +325,12 @@ class Session:
         )
         earlier = read_results(folder.summary_file)
         summary = continue_summary(earlier, summary, began=stack.started)
-        write_json(folder.summary_file, summary)
-        draw_plot(folder)
+        try:
+            write_json(folder.summary_file, summary)
+        except OSError as error:  # a full disk, or a folder that was deleted: it is still shown
+            stack.events.report("warning", "stack", f"summary.json was not written: {error}")
+        else:
+            draw_plot(folder)
         return summary
 
 
@@ -345,7 +355,7 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
     folder = RunFolder(resolved.config.run_dir)
     # Fails here at once, instead of in the other process.
     check_unchanged(resolved.config, accept="--accept-changes" in arguments)
-    _make_logs(folder)
+    _make_folder(resolved.config)
     os.close(folder.lock(wait_s=0.0))
     output = folder.log_of("up")
     reading, writing = os.pipe()

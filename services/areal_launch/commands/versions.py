@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from areal.chassis.files import new_folder
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import BaseExperimentConfig, load_service_config
 from areal.config.services import in_object_store
@@ -100,17 +100,21 @@ def export_version(run: Path | None, which: str, to: Path) -> int:
         kept = ", ".join(map(str, sorted(checkpoints))) or "none"
         why = "no kept checkpoint was evaluated" if which == "best" else "no such checkpoint"
         raise NotFound(f"{which}: {why}; kept: {kept}")
-    half = to.with_name(f".{to.name}.part")
-    shutil.rmtree(half, ignore_errors=True)
     command = [sys.executable, "-m", "areal.engines.export_checkpoint"]
     start = run_folder.started_in()
-    arguments = [run_folder.config_file, checkpoints[step].path, half, start]
-    done = subprocess.run(  # noqa: S603
-        [*command, *map(str, arguments)], check=False, stdout=sys.stderr, env=python_environment()
-    )
-    if done.returncode:
-        return done.returncode
-    half.rename(to)
+    try:
+        with new_folder(to) as half:
+            arguments = [run_folder.config_file, checkpoints[step].path, half, start]
+            subprocess.run(  # noqa: S603
+                [*command, *map(str, arguments)],
+                check=True,
+                stdout=sys.stderr,
+                env=python_environment(),
+            )
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    except OSError as error:
+        raise InvalidInput(f"--to {str(to)!r}: {error.strerror or error}") from None
     say(f"step {step} of {run_folder.path}{why_best}: {to}")
     return 0
 

@@ -10,9 +10,9 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 from areal.addresses import loopback
+from areal.chassis.files import foreign_owner
 
 # Below the range from which the kernel takes ports of outgoing connections: a port found free here
 # is not taken by a passing client before its server has started.
@@ -34,7 +34,7 @@ class PortPicker:
         """`preferred`: ports of an earlier run, by process name."""
         self._preferred = preferred or {}
         self._given: set[int] = set(self._preferred.values())
-        self._promises: list[IO[str]] = []
+        self._promises: list[int] = []
 
     def pick(self, name: str) -> int:
         """Returns a port that is free and not promised; raises OSError when all are taken."""
@@ -54,13 +54,17 @@ class PortPicker:
         folder = Path(tempfile.gettempdir()) / f"areal-ports-{os.getuid()}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            file = (folder / str(port)).open("a")
+            if foreign_owner(folder):  # all users may write there: one has taken our name
+                return True
+            # Not blocking, for a FIFO would wait for a reader.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            file = os.open(folder / str(port), flags, 0o600)
         except OSError:  # no place for locks: as good as without
             return True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            file.close()
+            os.close(file)
             return False
         self._promises.append(file)
         return True
@@ -69,7 +73,7 @@ class PortPicker:
         """Lets others have the ports."""
         for file in self._promises:
             with contextlib.suppress(OSError):
-                file.close()
+                os.close(file)
         self._promises.clear()
 
     def __del__(self) -> None:

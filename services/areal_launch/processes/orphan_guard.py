@@ -8,19 +8,20 @@
 
 The launcher starts it before any other child and holds the only writing end. A child that is
 being started still holds a copy until its exec, so EOF cannot come before it carries its tag.
+It is told the stack's id at its start: the run folder may have been deleted when it is needed.
 The guard also holds the run's lock: a new stack of the trial cannot start before it is done.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
 from pathlib import Path
 
 from areal.chassis import endless
+from areal.errors import NotFound
 from areal.security import without_secrets
 from areal_launch.processes.descendants import end_tagged, leaders_of
 from areal_launch.processes.process import python_environment
@@ -33,9 +34,10 @@ _GRACE_S = 8.0
 class Guard:
     """A guard process whose stdin is held open for as long as this process lives."""
 
-    def __init__(self, stack_file: Path, lock: int | None, report: Report) -> None:
+    def __init__(self, stack_file: Path, stack_id: str, lock: int | None, report: Report) -> None:
         """`lock`: the run's lock, if held; the guard keeps it until it has cleaned up."""
         self._stack_file = stack_file
+        self._stack_id = stack_id
         self._lock = lock
         self._report = report
         self._process: asyncio.subprocess.Process | None = None
@@ -57,7 +59,7 @@ class Guard:
 
     async def _spawn(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", __name__, str(self._stack_file.resolve())),
+            *(sys.executable, "-m", __name__, str(self._stack_file.resolve()), self._stack_id),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
@@ -86,20 +88,34 @@ class Guard:
 
 
 def main(argv: list[str]) -> int:
-    """Waits for EOF on stdin, then ends the stack of a stack.json within `argv[1]` seconds."""
+    """Waits for EOF on stdin, then ends a stack.
+
+    Args:
+        argv: The stack's stack.json, its id, and (default: 8) the seconds that processes get to
+            end by themselves.
+    """
     # The terminal's and the launcher's signals are not for us: only the end of the pipe is.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    stack_file = Path(argv[0])
+    folder, stack_id = RunFolder(Path(argv[0]).parent), argv[1]
+    grace_s = float(argv[2]) if len(argv) > 2 else _GRACE_S
     while os.read(0, 4096):
         pass
-    stack = json.loads(stack_file.read_text(encoding="utf-8"))
-    grace_s = float(argv[1]) if len(argv) > 1 else _GRACE_S
     try:
-        end_tagged(stack["stack_id"], grace_s=grace_s, leaders=leaders_of(stack))
+        end_tagged(stack_id, grace_s=grace_s, leaders=_leaders(folder, stack_id))
     finally:
-        remove_secrets(RunFolder(stack_file.parent))
+        remove_secrets(folder)
     return 0
+
+
+def _leaders(folder: RunFolder, stack_id: str) -> dict[int, float]:
+    """The session leaders that stack.json names; none if it is gone, or another stack's."""
+    try:
+        stack = folder.read_stack()
+        return leaders_of(stack) if stack.get("stack_id") == stack_id else {}
+    except (NotFound, ValueError, TypeError, AttributeError):
+        # Its keepers carry the stack's tag, and all else descends from them.
+        return {}
 
 
 if __name__ == "__main__":

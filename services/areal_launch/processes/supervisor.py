@@ -60,8 +60,12 @@ FreeBytes = Callable[[Path], int]
 
 
 def free_bytes(folder: Path) -> int:
-    """Returns the free bytes of the file system that holds `folder`; ignores quotas."""
-    return shutil.disk_usage(folder).free
+    """Returns the free bytes of the file system that holds `folder`; ignores quotas.
+
+    A folder that was deleted is created again with the next life: its parent tells.
+    """
+    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    return shutil.disk_usage(there).free
 
 
 class ProcessState(StrEnum):

@@ -136,7 +136,9 @@ class LocalStack:
             self.config = self.plan.config
             self._save_config()
             self._write_stack()  # the guard reads it
-            self._guard = Guard(self.folder.stack_file, self._lock, self.events.report)
+            self._guard = Guard(
+                self.folder.stack_file, self.stack_id, self._lock, self.events.report
+            )
             await self._guard.start()
         except BaseException:
             remove_secrets(self.folder)
@@ -335,14 +337,19 @@ class LocalStack:
 
     def _set(self, state: StackState) -> None:
         self.state = state
-        self._write_stack()
+        self._update_stack()
 
     def _on_event(self, event: StackEvent) -> None:
         if event.level == "state" and self._lock is not None:
-            try:
-                self._write_stack()
-            except OSError as error:  # a full disk; it is written again at the next change
-                self.events.report("warning", "stack", f"stack.json could not be updated: {error}")
+            self._update_stack()
+
+    def _update_stack(self) -> None:
+        # A full disk, or a folder that was deleted, must not keep us from ending the processes.
+        # It is written again at the next change.
+        try:
+            self._write_stack()
+        except OSError as error:
+            self.events.report("warning", "stack", f"stack.json could not be updated: {error}")
 
     def _write_stack(self) -> None:
         self.folder.write_stack(

@@ -7,13 +7,13 @@ run folder and goes when the stack ends.
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from areal.chassis.files import foreign_owner, replacing
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
 from areal.security import Security
@@ -60,13 +60,17 @@ def place_secrets(
 
 
 def write_secret(folder: RunFolder, name: str, text: str) -> Path:
-    """Writes a file that was never readable for others, not even for a moment."""
+    """Writes a file that was never readable for others, not even for a moment.
+
+    Raises:
+        ConfigError: The folder of secrets is another user's.
+    """
     folder.secrets.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if why := foreign_owner(folder.secrets):
+        raise ConfigError(f"{why}; choose another run folder with run_root=DIR")
     file = folder.secrets / name
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        os.fchmod(descriptor, 0o600)  # it may be there already
-        stream.write(text + "\n")
+    with replacing(file, 0o600) as fresh:
+        fresh.write_text(text + "\n", "utf-8")
     return file
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,10 @@ from rich.text import Text
 
 from areal.errors import ArealError
 from areal_launch.view.live_view import LiveView, dashboard_listens, login_hint, plain_line
+from areal_launch.view.output import visible, warn
 from areal_launch.view.rows import read_rows
 from areal_launch.view.summary import summary_lines
+from areal_launch.view.terminal import Visible, make_console
 
 if TYPE_CHECKING:
     from areal_launch.processes.usage import UsageSampler
@@ -94,8 +95,9 @@ class PlainDisplay(Display):
             if file.exists():
                 grid.add_row(label, str(file))
         if error is not None:
-            grid.add_row("cause", Text(str(error), "bold red"))
-        title = f"[bold]{stack.config.experiment_name}/{stack.config.trial_name}[/]"
+            grid.add_row("cause", Text(visible(str(error)), "bold red"))
+        name = f"{stack.config.experiment_name}/{stack.config.trial_name}"
+        title = Text(name, "bold")
         self._console.print(Panel(grid, title=title, title_align="left", padding=(1, 2)))
 
     def _event(self, event: StackEvent) -> None:
@@ -117,7 +119,9 @@ class LiveDisplay(PlainDisplay):
         self._view.snapshot = poller.snapshot
         # Drawn by the event loop, not by a thread: the view never sees half a change.
         # On the alternate screen: what the user had in the terminal comes back at the end.
-        self._live = Live(self._view, console=self._console, auto_refresh=False, screen=True)
+        self._live = Live(
+            Visible(self._view), console=self._console, auto_refresh=False, screen=True
+        )
         self._live.start(refresh=True)
 
     async def run(self) -> None:
@@ -154,7 +158,7 @@ class JsonDisplay(Display):
 
     def _event(self, event: StackEvent) -> None:
         if event.level in ("warning", "error"):
-            print(f"areal: {event.text}", file=sys.stderr, flush=True)  # noqa: T201
+            warn(event.text)
 
     @staticmethod
     def _print(content: Mapping[str, Any]) -> None:
@@ -167,5 +171,5 @@ def choose_display(*, as_json: bool, quiet: bool) -> Display:
         return Display()
     if as_json:
         return JsonDisplay()
-    console = Console()
+    console = make_console()
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)

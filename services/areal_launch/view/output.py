@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -88,9 +89,38 @@ def lasting_output() -> Iterator[None]:
         yield
 
 
+# What a terminal obeys instead of showing it (ESC, CSI), what changes the order of the text around
+# it, what has no width, and halves of a surrogate pair, which cannot be printed.
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    "\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    """Returns text with its control and bidirectional characters written out as escapes.
+
+    Models choose the text of completions, and web pages, tools and recipes that of errors: on a
+    terminal it could write the clipboard, clear the screen, or look like another text.
+    """
+    return _INVISIBLE.sub(_written_out, text)
+
+
+def _written_out(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
 def say(text: str) -> None:
-    """Prints a line for people."""
-    print(text, flush=True)  # noqa: T201
+    """Prints text for people."""
+    print(visible(text), flush=True)  # noqa: T201
+
+
+def warn(text: str) -> None:
+    """Prints a line for people on stderr."""
+    print(f"areal: {visible(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def print_json(content: Any) -> None:
@@ -119,12 +149,13 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) ->
     Away from a terminal the first cell of a row is never broken: it is what programs, and people
     who copy it, name the row by.
     """
-    from rich.console import Console
     from rich.text import Text
 
-    table, console, longest = make_table(*headers), Console(), 0
+    from areal_launch.view.terminal import make_console
+
+    table, console, longest = make_table(*headers), make_console(), 0
     for row in rows:
-        cells = [Text(cell) if isinstance(cell, str) else cell for cell in row]
+        cells = [Text(visible(cell)) if isinstance(cell, str) else cell for cell in row]
         table.add_row(*cells)
         longest = max(longest, cells[0].cell_len)
     if not console.file.isatty():

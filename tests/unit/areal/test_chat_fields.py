@@ -14,6 +14,7 @@ from areal.datasets.chats import chat_unit, pair_unit
 from areal.errors import InvalidInput
 from areal.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer, save_tokenizer
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.chat_template import ChatTemplate
 from areal.types import GenerationHyperparameters
 from areal.workflows.conversation import Conversation
 from areal.workflows.multi_turn import MultiTurnWorkflow
@@ -208,3 +209,46 @@ def test_prompts_when_one_is_too_long_then_its_row_is_named() -> None:
     check_prompts(RLVRWorkflow("math"), rows[:2], lambda: of(CHAT_TEMPLATE), 99)
     with pytest.raises(InvalidInput, match=r"row 3: a prompt of 93 tokens .* at most 92 \(model"):
         check_prompts(RLVRWorkflow("math"), rows, lambda: of(CHAT_TEMPLATE), 99)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "{{ 'x' * 10**10 }}",
+        "{{ 10**10 * 'x' }}",
+        "{{ ['x'] * 10**9 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%.9999999999f' % 1 }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ '{a:9999999999}'.format_map({'a': 1}) }}",
+        "{{ '{:{}}'.format(1, 9999999999) }}",
+        "{{ 'x'.center(10**10) }}",
+        "{{ 'x'.ljust(10**10) }}",
+        "{{ 'x'.zfill(10**10) }}",
+        "{{ 'x' | center(10**10) }}",
+        "{{ 'x\\ny' | indent(10**10) }}",
+        "{{ lipsum(n=100000) }}",
+        "{{ cycler('a') }}",
+        "{{ joiner('a') }}",
+        "{{ range(10**9) | list }}",
+    ],
+)
+def test_template_when_it_asks_for_gigabytes_then_refused_at_once(bomb: str) -> None:
+    template = ChatTemplate(bomb, {})
+    with pytest.raises(InvalidInput, match="chat template"):
+        template.render([{"role": "user", "content": "x"}])
+
+
+def test_template_when_texts_have_large_numbers_then_rendered() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ '%s: %08d' % (m.content, 12345678) }}{{ m.content | indent(2) }}"
+        "{{ '{}:{:>4}'.format(m.content, 7) }}{{ '-' * 40 }}{{ m.content.replace('a', 'b') }}"
+        "{% endfor %}",
+        {},
+    )
+    text = "price: 123456789 {:99999999} %99999999d"
+    shown = template.render([{"role": "user", "content": text}])
+    assert shown == f"{text}: 12345678{text}{text}:   7{'-' * 40}{text.replace('a', 'b')}"

@@ -158,6 +158,9 @@ def test_secrets_when_printed_then_hidden() -> None:
     ("text", "expected"),
     [
         ("redis://:pass/wo#rd@host:1/0 is away", "redis://***@host:1/0 is away"),
+        ("redis://u:p@ss@h:1/0", "redis://***@h:1/0"),
+        ("nats://a:b@h1:1,nats://c@h2:2", "nats://***@h1:1,nats://***@h2:2"),
+        ("hf://lab/model@main and s3://bucket/a@b", "hf://lab/model@main and s3://bucket/a@b"),
         ('{"url":"nats://user:pw@h:2","n":1}', '{"url":"nats://***@h:2","n":1}'),
         (f"'Authorization': 'Bearer {TOKEN}'", "'Authorization': 'Bearer ***'"),
         ("http://host/path mail a@b.c", "http://host/path mail a@b.c"),

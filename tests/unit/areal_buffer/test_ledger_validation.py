@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
@@ -12,6 +16,7 @@ from areal.protocol.trajectories import group_to_pb, pack_group, task_to_pb
 from areal.v1 import buffer_service_pb2 as pb
 from areal.v1 import trajectory_pb2
 from areal_buffer.config import BufferConfig
+from areal_buffer.servicer import BufferService
 from areal_buffer.validation import (
     check_group,
     check_step,
@@ -148,3 +153,52 @@ def test_step_when_it_cannot_be_a_version_then_refused() -> None:
     for step in (0, 2**21, 2**53 - 1):
         with pytest.raises(InvalidInput, match=f"step {step}: expected 1 to"):
             check_step(step, "step", 1)
+
+
+class Store:
+    """Keeps what would be stored."""
+
+    def __init__(self) -> None:
+        self.submitted: list[object] = []
+        self.used: set[str] = set()
+        self.reasons: list[str] = []
+
+    async def submit(self, tasks: Sequence[object], **_: object) -> list[bool]:
+        self.submitted += tasks
+        return [True] * len(tasks)
+
+    async def recipes_used(self, digests: Iterable[str]) -> None:
+        self.used |= set(digests)
+
+    async def cancel(self, *_: object, reason: str, **__: object) -> int:
+        self.reasons.append(reason)
+        return 1
+
+
+def service(store: Store) -> BufferService:
+    rest: Any = SimpleNamespace(limit_bytes=1)
+    kept: Any = store
+    return BufferService(rest, kept, rest, rest, rest, rest)
+
+
+async def test_submit_when_a_client_gives_positions_then_refused_and_a_trainers_are_kept() -> None:
+    store = Store()
+    tasks = [task_to_pb(make_task("0:1", position=(2**31 - 1, 2**27 - 1)))]
+    tasks[0].workflow.recipe_digest = "a" * 64
+    request = pb.BufferServiceSubmitTasksRequest(tasks=tasks)
+    context: Any = None
+    with pytest.raises(InvalidInput, match="only a trainer's tasks have one"):
+        await service(store).SubmitTasks(request, context)
+    assert store.submitted == []
+    request.incarnation = 1
+    await service(store).SubmitTasks(request, context)
+    assert len(store.submitted) == 1
+    assert store.used == {"a" * 64}
+
+
+async def test_cancel_when_the_reason_is_long_then_a_short_one_stays_with_each_record() -> None:
+    store = Store()
+    request = pb.BufferServiceCancelTasksRequest(task_ids=["a"], reason="why \n" * 1000)
+    context: Any = None
+    await service(store).CancelTasks(request, context)
+    assert store.reasons == [("why " * 75)]

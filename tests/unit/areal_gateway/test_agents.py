@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -12,11 +13,12 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from areal.chassis.waits import Waits
-from areal.errors import CapacityExceeded
+from areal.errors import CapacityExceeded, NotFound
 from areal.security import Security
 from areal.types import Purpose, Task
-from areal.v1.buffer_service_pb2 import OpenSessionResponse
+from areal.v1.buffer_service_pb2 import GetSessionResponse, OpenSessionResponse
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
+from areal_gateway import agents, rest
 from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig
 from areal_gateway.login import Sessions
@@ -31,6 +33,15 @@ class Ledger:
         self.opened: list[tuple[Task, list[str], float]] = []
         self.salts: dict[str, bytes] = {}
         self.full = ""
+        self.keys: dict[tuple[str, int], str] = {("s", 0): "sk-1"}
+        self.asked = 0
+
+    async def get(self, task_id: str, attempt: int, known: object = None) -> GetSessionResponse:
+        self.asked += 1
+        key = self.keys.get((task_id, attempt))
+        if key is None:
+            raise NotFound(f"session {task_id}-{attempt}: unknown")
+        return GetSessionResponse(key_digest=hashlib.sha256(key.encode()).hexdigest())
 
     async def open(
         self, task: Task, key_digests: list[str], idle_s: float, salt: bytes
@@ -57,21 +68,21 @@ class Worker:
         yield CallSessionResponse(body=b"data: 2\n\n")
 
 
-def app_of(ledger: Ledger, worker: Worker) -> FastAPI:
+def app_of(ledger: Ledger, worker: Worker, **limits: int) -> FastAPI:
     return build_app(
         RunStatus({}, history=10, max_rows=10),
         worker,  # type: ignore[arg-type]
         None,
         GatewayMetrics(CollectorRegistry()),
         Waits(),
-        GatewayConfig(generation_s=50.0),
+        GatewayConfig(generation_s=50.0, **limits),  # type: ignore[arg-type]
         Sessions(Security(token="secret"), "a/b"),
         ledger,  # type: ignore[arg-type]
     )
 
 
-def at_gateway(ledger: Ledger, worker: Worker) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app_of(ledger, worker))
+def at_gateway(ledger: Ledger, worker: Worker, **limits: int) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app_of(ledger, worker, **limits))
     return httpx.AsyncClient(transport=transport, base_url="http://gate:8080")
 
 
@@ -146,3 +157,148 @@ async def test_call_when_it_has_no_token_of_the_gateway_then_passed_on_with_its_
     assert (passed.content, wait_s) == (b"{}", 100.0)
     await http.get("/sessions/s-0")
     assert (worker.calls[1][0].method, worker.calls[1][0].path) == ("GET", "")
+
+
+@pytest.mark.parametrize(
+    ("session", "headers"),
+    [
+        ("s-0", {}),
+        ("s-0", {"x-api-key": "sk-2"}),
+        ("s-0", {"Authorization": "Bearer sk-2"}),
+        ("s-1", {"x-api-key": "sk-1"}),
+        ("other-0", {"x-api-key": "sk-1"}),
+        ("s", {"x-api-key": "sk-1"}),
+        ("s-00", {"x-api-key": "sk-1"}),
+        ("s-\u0660", {"x-api-key": "sk-1"}),
+    ],
+)
+async def test_call_when_its_key_is_wrong_then_no_byte_of_its_body_is_passed_on(
+    gateway, session, headers
+):
+    http, _, worker = gateway
+    reply = await http.post(
+        f"/sessions/{session}/v1/messages", content=b"x" * 100_000, headers=headers
+    )
+    [(passed, _)] = worker.calls  # it refuses in the words of its API
+    assert (passed.content, reply.headers["connection"]) == (b"", "close")
+
+
+async def test_call_when_the_key_was_right_before_then_the_ledger_is_not_asked_again(gateway):
+    http, ledger, worker = gateway
+    for _ in range(3):
+        await http.post("/sessions/s-0/v1/messages", content=b"{}", headers={"x-api-key": "sk-1"})
+        await http.post("/sessions/s-0/v1/messages", content=b"{}", headers={"x-api-key": "sk-2"})
+    assert ledger.asked == 1
+    assert [passed.content for passed, _ in worker.calls] == [b"{}", b""] * 3
+
+
+async def test_call_when_the_session_was_opened_again_then_its_new_key_is_right(
+    gateway, monkeypatch
+):
+    http, ledger, worker = gateway
+    monkeypatch.setattr("areal_gateway.session_bodies._FRESH_S", 0.0)
+    await http.post("/sessions/s-0/v1/messages", content=b"{}", headers={"x-api-key": "sk-1"})
+    ledger.keys["s", 0] = "sk-3"
+    await http.post("/sessions/s-0/v1/messages", content=b"{3}", headers={"x-api-key": "sk-3"})
+    await http.post("/sessions/s-0/v1/messages", content=b"{1}", headers={"x-api-key": "sk-1"})
+    assert [passed.content for passed, _ in worker.calls] == [b"{}", b"{3}", b""]
+
+
+async def test_call_when_bodies_of_others_fill_the_room_then_it_waits_and_then_is_refused(
+    monkeypatch,
+):
+    ledger, worker = Ledger(), Worker()
+    ours = {"x-api-key": "sk-1", "Content-Length": "3000"}
+    async with at_gateway(ledger, worker, max_bodies_bytes=5000) as http:
+
+        async def send() -> httpx.Response:
+            url = "/sessions/s-0/v1/messages"
+            return await http.post(url, content=b"x" * 3000, headers=ours, timeout=None)
+
+        held = asyncio.Event()
+        answer = worker.call_session
+
+        async def slow(request: CallSessionRequest, *, wait_s: float) -> Any:
+            held.set()
+            await going.wait()
+            async for each in answer(request, wait_s=wait_s):
+                yield each
+
+        going = asyncio.Event()
+        monkeypatch.setattr(worker, "call_session", slow)
+        first = asyncio.create_task(send())
+        await held.wait()
+        second = asyncio.create_task(send())
+        monkeypatch.setattr("areal_gateway.session_bodies.ROOM_WITHIN_S", 0.05)
+        refused = await send()
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "5")
+        assert "3000 bytes are being answered, at most 5000" in refused.text
+        going.set()
+        assert (await first).status_code == 418
+        assert (await second).status_code in (418, 429)  # its wait may have begun late
+        assert (await send()).status_code == 418
+
+
+async def test_call_when_its_body_does_not_come_then_hung_up(monkeypatch):
+    monkeypatch.setattr("areal_gateway.session_bodies.BODY_WITHIN_S", 0.05)
+    ledger, worker = Ledger(), Worker()
+    app = app_of(ledger, worker)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not sent:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"x-api-key", b"sk-1"), (b"content-length", b"99"), (b"host", b"gate")]
+    await app(scope_of("POST", "/sessions/s-0/v1/messages", headers), receive, send)
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert worker.calls == []
+
+
+def scope_of(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        b'{"a": "\\ud800"}',
+        b'{"\\udfff": 1}',
+        b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}",
+        b'{"a": ' + b'{"b":' * 900 + b"1" + b"}" * 900 + b"}",
+        b'{"a": ' + b"9" * 40 + b"}",
+    ],
+)
+async def test_open_when_the_task_cannot_be_kept_then_400_and_never_500(gateway, task):
+    http, ledger, _ = gateway
+    headers = {**OURS, "Content-Type": "application/json"}
+    reply = await http.post("/v1/sessions", content=b'{"task": ' + task + b"}", headers=headers)
+    assert (reply.status_code, ledger.opened) == (400, [])
+    assert len(reply.json()["error"]) < 300
+
+
+def test_models_when_a_field_is_any_object_then_it_is_checked_that_it_can_be_kept():
+    """A field that takes any JSON says so by `JsonObject`, which refuses what cannot be sent."""
+    models = [*rest._Model.__subclasses__(), agents.OpenIn]
+    for model in models:
+        for name, field in model.model_fields.items():
+            if "Any" in str(field.annotation):
+                assert rest._travels in [getattr(m, "func", None) for m in field.metadata], name

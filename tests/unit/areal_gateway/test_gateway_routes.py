@@ -163,5 +163,7 @@ def test_cookie_when_it_is_good_then_it_reads_and_never_changes_anything() -> No
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         assert not admitted(method, "/v1/tasks")
     assert not admitted("GET", "/v1/status", cookie + "0")
-    assert admitted("GET", "/static/login.css", "")
-    assert not admitted("POST", "/static/login.css", "")
+    assert admitted("GET", "/static/style.css", "")
+    assert not admitted("POST", "/static/style.css", "")
+    for other in ("dashboard.js", "index.html", "../app.py", "style.css/", "", "style.css%2f.."):
+        assert not admitted("GET", f"/static/{other}", "")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
+import httpx
 import pytest
+from fastapi import FastAPI, Request, Response
 
 from areal.security import Security
-from areal_gateway.login import LIFETIME_S, Sessions
+from areal_gateway.login import LIFETIME_S, DashboardAuth, Sessions, log_in
 
 TOKEN = "correct-horse-battery-staple"
 
@@ -51,3 +54,43 @@ def test_session_when_forged_or_of_another_token_or_run_then_refused() -> None:
         f"{what}.{mac}",
     ):
         assert not sessions.valid(forged)
+
+
+def login_app() -> httpx.AsyncClient:
+    app, sessions = FastAPI(), Sessions(Security(token=TOKEN), "arithmetic/t0")
+    app.add_middleware(DashboardAuth, sessions=sessions)
+
+    @app.post("/login")
+    async def login(request: Request) -> Response:
+        return await log_in(request, sessions)
+
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+
+@pytest.mark.parametrize("at", ["/", "/login"])
+async def test_login_page_when_shown_then_nothing_foreign_is_loaded_framed_or_told(at: str) -> None:
+    async with login_app() as http:
+        page = await (http.get("/") if at == "/" else http.post("/login", data={"token": "no"}))
+    assert page.status_code == 401
+    policy = dict(
+        each.strip().split(" ", 1) for each in page.headers["content-security-policy"].split(";")
+    )
+    assert policy == {
+        "default-src": "'none'",
+        "style-src": "'self'",
+        "form-action": "'self'",
+        "base-uri": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    assert page.headers["cache-control"] == "no-store"
+    assert page.headers["referrer-policy"] == "no-referrer"
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert re.findall(r'(?:src|href|action)="([^"]+)"', page.text) == ["static/style.css", "login"]
+    assert "<script" not in page.text
+
+
+async def test_login_when_the_token_is_right_then_its_answer_is_kept_nowhere() -> None:
+    async with login_app() as http:
+        reply = await http.post("/login", data={"token": TOKEN})
+    assert (reply.status_code, reply.headers["cache-control"]) == (303, "no-store")

@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from areal.errors import ConfigError
+from areal.errors import ConfigError, InvalidInput
+from areal.models.directory import read_config
+from areal.weights.safetensors import parse_header
 from areal_inference.cli import command_line
 from areal_inference.config import InferenceConfig
 from areal_inference.frontend import Frontend
-from areal_inference.model.config import ModelConfig
+from areal_inference.model.config import ModelConfig, ModelError
 
 
 @pytest.mark.parametrize(
@@ -99,3 +102,76 @@ def test_server_when_a_package_is_missing_then_it_refuses_for_good_with_one_line
         "areal-inference: ModuleNotFoundError: No module named 'no_such_package'; "
         "pip install 'areal-services[inference]'"
     )
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("num_attention_heads", bad) for bad in (0, -1, 10**9, 1e400, None, "x", [], {}, 10**30)),
+        *(("num_hidden_layers", bad) for bad in (0, -1, 10**9, [1])),
+        *(("hidden_size", bad) for bad in (0, -1, 10**12)),
+        *(("vocab_size", bad) for bad in (0, -5, 10**12)),
+        *(("num_key_value_heads", bad) for bad in (-1, 10**9, "x", {"a": 1})),
+        *(("head_dim", bad) for bad in (-1, 10**9)),
+        *(("architectures", bad) for bad in (3, {"a": 1}, [["x"]], [{}])),
+        *(("rope_scaling", bad) for bad in (3, [1], "x", {"rope_type": "llama3"})),
+        *(("text_config", bad) for bad in (3, [], "x")),
+        *(("eos_token_id", bad) for bad in ({}, [[1]], [{}])),
+        *(("rms_norm_eps", bad) for bad in ("x", None, [])),
+    ],
+)
+def test_model_when_a_value_of_its_config_is_hostile_then_model_error_in_one_line(
+    tmp_path: Path, key: str, value: object
+):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_folder(tmp_path).num_layers == 2
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, key: value}))
+    with pytest.raises(ModelError) as caught:
+        ModelConfig.from_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "deep", "list", "binary"])
+def test_model_when_its_config_is_no_file_of_json_then_refused_without_waiting(
+    tmp_path: Path, kind: str
+):
+    file = tmp_path / "config.json"
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        texts = {"deep": b'{"a":' * 100_000, "list": b"[1]", "binary": b"\xff\x00"}
+        file.write_bytes(texts[kind])
+    with pytest.raises(ModelError):
+        ModelConfig.from_folder(tmp_path)
+    with pytest.raises(InvalidInput):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a":{"dtype":"F32","shape":[1e400],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,-4]}}',
+        b"[]",
+        b"3",
+    ],
+)
+def test_weights_when_their_header_is_hostile_then_refused(header: bytes):
+    with pytest.raises(InvalidInput):
+        parse_header(len(header).to_bytes(8, "little") + header, "model.safetensors")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from areal.config.experiment import load_service_config
+from areal.config.experiment import GRPOConfig, build_config, cautions, load_service_config
 from areal_launch.cli import app
 
 RECIPE = Path(__file__).resolve().parents[3] / "examples/arithmetic_grpo.py"
@@ -23,6 +23,34 @@ def test_config_when_printed_then_services_read_it_as_the_same_experiment(tmp_pa
     assert config.endpoints.inference == ["dns://inference:30000"]
     assert config.recipe == str(RECIPE)
     assert config.gconfig.n_samples == 8  # of arithmetic_grpo.yaml
+
+
+@pytest.mark.parametrize(
+    ("key", "url", "shown"),
+    [
+        ("endpoints.redis", "redis://:hunter2@h:6379/0", "redis://***@h:6379/0"),
+        ("endpoints.redis", "redis://u:hunter2@hunter2@h:6379/0", "redis://***@h:6379/0"),
+        ("endpoints.nats", "nats://hunter2@a:4222,nats://u:hunter2@b:4222", "nats://***@a:4222,"),
+    ],
+)
+def test_config_when_it_holds_a_secret_then_it_is_not_printed_and_the_key_is_named(
+    key: str, url: str, shown: str
+) -> None:
+    printed = CliRunner().invoke(app, ["config", str(RECIPE), f"{key}={url}"])
+    assert printed.exit_code == 0, printed.output
+    assert "hunter2" not in printed.output
+    assert shown in printed.stdout
+    [line] = printed.stderr.splitlines()
+    assert line.startswith(f"areal: {key}: its secret is printed as ***")
+
+
+def test_cautions_when_an_address_holds_a_secret_then_the_key_is_named_and_not_the_secret() -> None:
+    secret = build_config(GRPOConfig, None, ["endpoints.redis=redis://:hunter2@h:6379/0"])
+    [line] = [each for each in cautions(secret) if "secret" in each]
+    assert line.startswith("endpoints.redis: holds a secret")
+    assert "hunter2" not in line
+    plain = build_config(GRPOConfig, None, ["endpoints.redis=redis://h:6379/0"])
+    assert not [each for each in cautions(plain) if "secret" in each]
 
 
 @pytest.mark.parametrize("override", ["gconfig.n_sample=8", "seed"])

@@ -24,7 +24,7 @@ async def test_guard_when_it_died_and_cannot_be_started_then_it_is_tried_again(
         if level == "state":
             up.set()
 
-    guard = Guard(tmp_path / "stack.json", None, report)
+    guard = Guard(tmp_path / "stack.json", "test/none", None, report)
     await guard.start()
     first, execute = guard.pid, asyncio.create_subprocess_exec
 
@@ -51,7 +51,7 @@ async def test_guard_when_its_keeper_fails_then_that_is_told(
         if level == "error":
             told.set_result(text)
 
-    guard = Guard(tmp_path / "stack.json", None, report)
+    guard = Guard(tmp_path / "stack.json", "test/none", None, report)
     await guard.start()
 
     async def fail() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,7 @@ def spawn_guard(
             "-m",
             "areal_launch.processes.orphan_guard",
             str(stack_file),
+            stack_id,
             str(grace_s),
         ],
         stdin=subprocess.PIPE,
@@ -125,6 +127,31 @@ def test_guard_when_it_has_cleaned_up_then_the_secrets_of_the_stack_are_gone_too
     assert child.wait(60.0) == -signal.SIGKILL
     assert not folder.secrets.exists()
     assert (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("left", ["nothing", "half of it", "not an object", "another stack's"])
+def test_guard_when_the_run_folder_was_deleted_then_no_process_is_left(
+    tmp_path: Path, left: str
+) -> None:
+    stack_id, run = f"test/{uuid.uuid4().hex}", tmp_path / "run"
+    run.mkdir()
+    child, other = spawn(stack_id, SLEEP), spawn(f"test/{uuid.uuid4().hex}", SLEEP)
+    try:
+        file = write_stack(run / "stack.json", stack_id, child)
+        guard = spawn_guard(stack_id, file, 0.0)
+        shutil.rmtree(run)
+        if left != "nothing":
+            run.mkdir()
+            write_stack(file, "another", other)
+            text = {"half of it": '{"stack', "not an object": "[1]"}.get(left, file.read_text())
+            file.write_text(text)
+        guard.stdin.close()  # type: ignore[union-attr]
+        assert guard.wait(60.0) == 0
+        assert child.wait(60.0) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait(60.0)
 
 
 def test_guard_when_a_child_wrote_over_its_environment_then_ends_it_too(tmp_path: Path) -> None:

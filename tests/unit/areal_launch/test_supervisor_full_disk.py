@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from tests.waiting import until
 
 from areal.config.experiment import GRPOConfig
 from areal_launch import run_folder
+from areal_launch.processes.descendants import find_tagged
 from areal_launch.processes.process import Child, ProcessSpec
 from areal_launch.processes.supervisor import ProcessState, StackFailure, Supervised
 from areal_launch.stack.events import EventLog
@@ -115,6 +119,39 @@ async def test_stack_when_its_file_cannot_be_written_then_it_is_said_and_goes_on
     monkeypatch.setattr(run_folder, "write_json", full)
     events.report("state", "redis", "backoff")
     assert "stack.json could not be updated: [Errno 28]" in events.recent[-1].text
+
+
+async def test_stack_when_its_run_folder_is_deleted_then_stop_leaves_no_process(
+    tmp_path: Path,
+) -> None:
+    events = EventLog()
+    stack = LocalStack(GRPOConfig(run_root=str(tmp_path)), events, with_trainer=False)
+    stack._lock = stack.folder.lock()
+    # Its program stands in for any of the stack's.
+    stack.supervisor.start(python("redis", "import time; time.sleep(60)", stack.folder.logs))
+    process = stack.processes["redis"]
+    await process.wait_up(60.0)
+    shutil.rmtree(tmp_path)
+    await stack.stop(grace_s=0.0)
+    assert process.state is ProcessState.STOPPED
+    assert find_tagged(stack.stack_id) == []
+    assert "stack.json could not be updated: [Errno 2]" in events.recent[-1].text
+
+
+async def test_service_when_the_run_folder_is_deleted_under_it_then_its_next_life_has_a_log(
+    tmp_path: Path, stack_id: str
+) -> None:
+    run = tmp_path / "run"
+    spec = python("nats", "import time; print('here', flush=True); time.sleep(60)", run / "logs")
+    process = Supervised(spec, stack_id, FAST, Recorder())
+    process.start()
+    await process.wait_up(60.0)
+    first = process.pid
+    shutil.rmtree(run)
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: process.pid not in (0, first) and spec.log.exists(), "its log", 60.0)
+    assert process.restarts == 1
+    await process.stop(0.0)
 
 
 def test_write_json_when_the_disk_is_full_then_nothing_is_left(tmp_path: Path) -> None:

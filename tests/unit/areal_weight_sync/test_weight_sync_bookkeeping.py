@@ -11,7 +11,7 @@ from tests.unit.areal_weight_sync.coordinator_rig import QUARANTINED, SERVING, r
 from tests.unit.areal_weight_sync.test_weight_sync_broadcast import offer, unstored
 from tests.unit.areal_weight_sync.test_weight_sync_staging import serving
 
-from areal.errors import Unavailable
+from areal.errors import CapacityExceeded, Unavailable
 from areal_weight_sync.announcer import Announcer
 from areal_weight_sync.engine.base import EngineError, Fault
 
@@ -101,3 +101,18 @@ async def test_announcement_when_it_could_not_be_said_then_it_is_said_later(
         rig._keep(announcer.run(rig.coordinator), "announcer")
         await asyncio.wait_for(said.wait(), 20)
     assert tries == ["", "", "a"]
+
+
+async def test_register_when_so_many_servers_are_known_then_a_client_adds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_weight_sync.coordinator.MOST_SERVERS", 2)
+    async with rig_of(tmp_path) as rig:
+        coordinator = rig.coordinator
+        for name in ("a:1", "b:1"):
+            coordinator.register(name, f"http://{name}")
+        with pytest.raises(CapacityExceeded, match="2 servers are known, at most 2"):
+            coordinator.register("c:1", "http://c:1")
+        coordinator.register("a:1", "http://a:1")  # known already
+        coordinator.register("d:1", "http://d:1", origin="dns")  # the run's own
+        assert [each.server_id for each in coordinator.servers()] == ["a:1", "b:1", "d:1"]

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from areal.clients.base import to_duration
 from areal.clients.buffer.connection import Role
+from areal.errors import NotFound
 from areal.protocol.trajectories import task_to_pb
 from areal.types import Task
 from areal.v1 import buffer_service_pb2 as pb
+
+# As we write it: another spelling of the number would be another name of the session.
+_ATTEMPT = re.compile(r"0|[1-9][0-9]{0,3}")
+
+
+def place_of(session_id: str) -> tuple[str, int]:
+    """Returns the task and the attempt that a session's id names; raises NotFound."""
+    task_id, _, attempt = session_id.rpartition("-")
+    if not task_id or not _ATTEMPT.fullmatch(attempt):
+        raise NotFound(f"session {session_id[:80]!r}: unknown")
+    return task_id, int(attempt)
+
+
+def key_in(headers: Mapping[str, str]) -> str:
+    """Returns the API key of an agent's request, by lower-case names; "" if it has none."""
+    return headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
 
 
 class BufferSessions(Role):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from areal.chassis.files import replacing
 from areal.chassis.logging import get_logger
 from areal.errors import ArealError, InvalidInput
 from areal.protocol.leases import Discarded
@@ -83,7 +84,7 @@ class RolloutWriter:
         self._copy(lambda store: store.remove(_above(step, store.files())))
         if self._folder.is_dir():
             lost = [path for path in self._folder.glob(_FILES) if step_of(path.name) > step]
-            for path in [*lost, *self._folder.glob(f".{_FILES}.tmp")]:
+            for path in [*lost, *self._folder.glob(f".{_FILES}.*tmp")]:
                 path.unlink(missing_ok=True)
 
     def keep(
@@ -191,22 +192,16 @@ class RolloutWriter:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         # Readers of whole folders (pandas, Arrow) pass over names that begin with a dot.
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                with parquet.ParquetWriter(
-                    file, first.schema, compression="zstd", use_dictionary=_REPEATED
-                ) as writer:
-                    writer.write_table(first)
-                    for table in tables:
-                        writer.write_table(table)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            _fsync(self._folder)  # a checkpoint that outlives the machine finds its steps
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            with parquet.ParquetWriter(
+                file, first.schema, compression="zstd", use_dictionary=_REPEATED
+            ) as writer:
+                writer.write_table(first)
+                for table in tables:
+                    writer.write_table(table)
+            file.flush()
+            os.fsync(file.fileno())
+        _fsync(self._folder)  # a checkpoint that outlives the machine finds its steps
         self._copy(lambda store: store.put(path.name, path.read_bytes()))
         self._unchecked += path.stat().st_size
         if self._rank == 0 and self._unchecked > self._keep_bytes // _CHECKS:

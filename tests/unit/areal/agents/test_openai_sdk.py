@@ -270,6 +270,25 @@ async def test_reward_when_posted_then_for_all_or_for_one_answer():
 
 
 @pytest.mark.parametrize(
+    "known",
+    [
+        *("chatcmpl-s1-0", "chatcmpl-other-0", "-0", "0", "", "s0-0", "chatcmpl-s0-00"),
+        *("chatcmpl-s0-\u0660", "chatcmpl-s0-0\n", "chatcmpl-s0--0", "chatcmpl-s0-s0-0"),
+        *("chatcmpl-S0-0", "chatcmpl-s0-0-0", "x-s0-0", " chatcmpl-s0-0", "chatcmpl-s0-9999999999"),
+    ],
+)
+async def test_reward_when_the_id_is_of_another_session_then_refused_and_none_is_rewarded(known):
+    scripted = Scripted("46.")
+    async with serving(scripted) as (url, key, session, calls), client(url, key) as llm:
+        await llm.chat.completions.create(model="any", messages=[ASK])
+        with pytest.raises(openai.NotFoundError, match="no answer of this session has this id"):
+            await llm.post("/reward", body={"reward": 1, "completion_id": known}, cast_to=object)
+        await llm.post("/reward", body={"reward": 0.5}, cast_to=object)
+        [trajectory] = calls.merged(session.calls.outcome).trajectories
+    assert trajectory.reward == 0.5
+
+
+@pytest.mark.parametrize(
     ("body", "said"),
     [
         ({"messages": []}, "messages: expected at least one"),

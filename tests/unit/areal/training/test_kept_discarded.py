@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from pyarrow import parquet
 from tests.unit.areal.training.test_kept_rollouts import group, keep, kept_run, writer_of
 
-from areal.errors import NotFound, Unavailable
+from areal.errors import InvalidInput, NotFound, Unavailable
 from areal.protocol.leases import Discarded
 from areal.training.rollouts.reader import RolloutFolder
 from areal.training.rollouts.records import discarded_name, file_name
@@ -180,3 +181,24 @@ def test_show_when_groups_were_discarded_then_they_are_counted_listed_and_shown(
     assert "broken, dead_lettered before step 2: workflow_error after 3" in capsys.readouterr().out
     with pytest.raises(NotFound, match="no group was discarded before step 1"):
         show(str(run), "", 1, discarded=True, as_json=False)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_export_when_another_user_took_a_name_beside_it_then_neither_followed_nor_waited_for(
+    tmp_path: Path, tiny_model: Path, kind: str
+) -> None:
+    run, victim = kept_run(tmp_path, tiny_model), tmp_path / "victim"
+    victim.write_text("theirs")
+    for name in ("out.parquet.tmp", ".out.parquet.tmp"):
+        taken = tmp_path / name
+        if kind == "link":
+            taken.symlink_to(victim)
+        else:
+            os.mkfifo(taken)
+    export(str(run), tmp_path / "out.parquet", "rows", None, None)
+    assert parquet.read_table(tmp_path / "out.parquet").num_rows > 0
+    assert victim.read_text() == "theirs"
+    assert (tmp_path / "out.parquet.tmp").lstat()
+    (tmp_path / "link.parquet").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InvalidInput, match="already exists"):
+        export(str(run), tmp_path / "link.parquet", "rows", None, None)
