@@ -63,6 +63,7 @@ class RolloutServer(Server):
             observer=metrics,
             request_timeout_s=config.request_timeout_s,
             setup_timeout_s=config.setup_timeout_s,
+            asleep_s=config.asleep_s,
             headers=self._context.security.headers(),
             connections=config.connections,
         )
