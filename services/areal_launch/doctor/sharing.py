@@ -79,10 +79,10 @@ def split(config: BaseExperimentConfig, shape: ModelShape | None, free: int) -> 
         return _halves(wanted, free)
     shared = _shared(config, shape, free)
     if wanted is Sharing.SHARED and not shared.part:
-        turns = said_how(config.allocation_mode, Sharing.ALTERNATING)
+        instead = said_how(config.allocation_mode, Sharing.ALTERNATING)
         raise CannotStart(
             f"allocation_mode {config.allocation_mode!r}: {shared.why}; take turns with "
-            f"allocation_mode='{turns}', or {_ways_out(config, shape)}"
+            f"allocation_mode='{instead}', or {_ways_out(config, shape)}"
         )
     if wanted is not Sharing.ALTERNATING and shared.part:
         return shared
