@@ -272,7 +272,8 @@ class Book:
                 fields = await self.redis.hgetall(each)
                 # A field costs 40 bytes beside its value.
                 parts += [value + bytes(40) for name, value in fields.items() if name != b"calls"]
-            record = RECORD_BYTES if b"submitted" in task else ENDED_BYTES
+            gone = b"submitted" not in task and b"sessions" not in task
+            record = ENDED_BYTES if gone else RECORD_BYTES
             held[task[b"purpose"]] += record + sum(map(len, parts)) + group
         for key in await self.redis.keys(f"{self.prefix}recipe:*"):
             recipe = await self.redis.hgetall(key)

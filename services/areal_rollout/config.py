@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal.chassis.process import PROCESS_VARIABLE, open_files
+from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import GRPOConfig
 from areal.config.learning_rules import needs_several
 from areal.errors import ConfigError
@@ -47,7 +48,10 @@ class RolloutConfig:
     request_timeout_s: float = 600.0
     """One generation request, from sending to its last token."""
     setup_timeout_s: float = 120.0
-    """How long a request waits for a server at its version."""
+    """How long a request waits for a server at its version, beside `asleep_s`."""
+    asleep_s: float = 0.0
+    """How long servers may sleep while the trainer has their GPUs. A request's own deadline does
+    not count the time in which it waits for a server then."""
     episode_timeout_s: float = 2400.0
     """An episode that runs longer is ended: the fault of its workflow, since every wait inside
     agenerate and score has a shorter deadline of its own."""
@@ -84,6 +88,9 @@ class RolloutConfig:
                 raise ConfigError(f"endpoints.{key} '': expected host:port")
         worker_id, boot = worker_identity()
         connections = max(1, open_files() - RESERVED_FILES)
+        turns = parse_allocation(experiment.allocation_mode).sharing is Sharing.ALTERNATING
+        # The deadline of the trainer's collectives: no turn of a trainer that lives is longer.
+        asleep_s = 5 * experiment.setup_timeout_s if turns else 0.0
         return cls(
             worker_id=worker_id,
             boot=boot,
@@ -95,7 +102,8 @@ class RolloutConfig:
             reject_single=needs_several(experiment.actor),
             request_timeout_s=rollout.request_timeout_s,
             setup_timeout_s=experiment.setup_timeout_s,
-            episode_timeout_s=4 * rollout.request_timeout_s,
+            asleep_s=asleep_s,
+            episode_timeout_s=4 * (rollout.request_timeout_s + asleep_s),
             namespace=experiment.namespace,
             nats=ends.nats,
             buffer=ends.buffer,

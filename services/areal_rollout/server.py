@@ -62,7 +62,7 @@ class RolloutServer(Server):
             report=self._weight_sync.report_server,
             observer=metrics,
             request_timeout_s=config.request_timeout_s, setup_timeout_s=config.setup_timeout_s,
-            headers=self._context.security.headers(),
+            asleep_s=config.asleep_s, headers=self._context.security.headers(),
             previous=self._context.security.previous_headers(),
             connections=config.connections,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import GRPOConfig
 from areal.config.services import in_object_store, transport_order
 from areal_weight_sync.engine.routes import Routes
@@ -46,6 +47,10 @@ class WeightSyncConfig:
     logprob_tolerance: float = 0.1
     """Mean |difference| in nats of the probe's logprobs, for engines without checksums. Servers
     that batch differently in bfloat16 stay below 0.02; wrong weights are above 1."""
+    turns: bool = False
+    """Whether servers sleep while the trainer computes on their GPUs."""
+    turn_lease_s: float = 15.0
+    """A new coordinator leaves sleeping servers asleep for so long."""
     lease_ttl_s: float = 3.0
     """A coordinator silent for this long is replaced by a standby."""
     namespace: str = ""
@@ -75,6 +80,7 @@ class WeightSyncConfig:
             max_unavailable=own.max_unavailable,
             probe_interval_s=own.probe_interval_s,
             update_timeout_s=experiment.setup_timeout_s,
+            turns=parse_allocation(experiment.allocation_mode).sharing is Sharing.ALTERNATING,
             namespace=experiment.namespace,
             redis=ends.redis,
             nats=ends.nats,

@@ -49,10 +49,12 @@ from areal_weight_sync.interfaces import Observer, Snapshot, Store, Totals
 from areal_weight_sync.limits import Pace, UpdateSlots
 from areal_weight_sync.member import Member
 from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRecord
+from areal_weight_sync.turns import LONGEST_LEASE_S, Turns, now
 from areal_weight_sync.versions import DigestCache, collect
 
 # As weight-sync is tested with; far more than one run has.
 MOST_SERVERS = 10_000
+_HOLD_WAIT_S = 5.0
 _IDENTITY = attrgetter("version", "incarnation", "path")
 
 
@@ -98,6 +100,8 @@ class Coordinator:
         self._census = Census()
         self._publishing = asyncio.Lock()
         self.broadcasts = Broadcasts()
+        self.turns = Turns(0.0, 0.0)
+        self._turn_ends: asyncio.TimerHandle | None = None
         self._collected = -1
         self._log = get_logger("areal.weight_sync.coordinator")
         self.routine = RareLog(self._log)
@@ -107,6 +111,7 @@ class Coordinator:
 
     def start(self, snapshot: Snapshot) -> None:
         """Takes over from an earlier life: its servers join again and are confirmed again."""
+        self.turns = Turns(now(), self.config.turn_lease_s)
         self._current, self._base = snapshot.current, snapshot.base
         self.totals = snapshot.totals
         for record in snapshot.records:
@@ -297,6 +302,55 @@ class Coordinator:
         self._census.drop(server_id)
         self._announce(server_id)
 
+    async def hold(self, incarnation: int, lease_s: float) -> list[str]:
+        """Begins, renews or, with 0, ends a trainer's turn on the GPUs that it shares with servers.
+
+        Waits some seconds until they sleep.
+
+        Returns:
+            Ids of the servers that still hold memory.
+
+        Raises:
+            InvalidInput: They share no GPUs, or not in turns; or a value is out of its range.
+            StaleIncarnation: A newer trainer has had a turn.
+        """
+        if not self.config.turns:
+            raise InvalidInput("HoldServers: expected allocation_mode with '|…@alternating'")
+        if incarnation < 1:
+            raise InvalidInput(f"incarnation {incarnation}: expected 1 or more")
+        if not 0 <= lease_s <= LONGEST_LEASE_S:
+            raise InvalidInput(f"lease {lease_s} s: expected 0 to {LONGEST_LEASE_S:.0f} s")
+        began = not self.turns.trainers(now())
+        self.turns.hold(incarnation, now() + lease_s)
+        if self._turn_ends is not None:
+            self._turn_ends.cancel()
+        loop = asyncio.get_running_loop()
+        self._turn_ends = loop.call_later(lease_s, self._end_turn, lease_s)
+        if not lease_s:
+            return []
+        if began:
+            self._wake()
+        feed, until = self.open_feed(), now() + min(_HOLD_WAIT_S, lease_s / 3)
+        try:
+            while (awake := self._holding()) and (left := until - now()) > 0:
+                await feed.take(left)
+        finally:
+            self.close_feed(feed)
+        return awake
+
+    def _end_turn(self, lease_s: float) -> None:
+        if lease_s:
+            self._log.warning("turn_expired", after_s=lease_s)
+        for member in self._members.values():
+            member.poke(revive=True)
+
+    def _holding(self) -> list[str]:
+        return sorted(
+            server_id
+            for server_id, member in self._members.items()
+            if not (member.asleep or member.gone)
+        )
+
     def servers(self) -> list[InferenceServer]:
         """Every known server."""
         return [member.record.public() for member in self._members.values()]
@@ -311,7 +365,9 @@ class Coordinator:
         return member.record if member else None
 
     async def stop(self) -> None:
-        """Ends all members; each lets its server continue first."""
+        """Ends all members; each lets its server continue first, unless it sleeps."""
+        if self._turn_ends is not None:
+            self._turn_ends.cancel()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -13,6 +13,7 @@ from areal_weight_sync.confirmation import Confirmation
 from areal_weight_sync.engine.base import Fault
 from areal_weight_sync.limits import Pace, UpdateSlots
 from areal_weight_sync.server_state import ServerRecord
+from areal_weight_sync.turns import Turns
 from areal_weight_sync.versions import DigestCache
 
 
@@ -86,6 +87,8 @@ class CoordinatorView(Protocol):
     broadcasts: Broadcasts
     routine: RareLog
     """The log of what each version brings."""
+    turns: Turns
+    totals: Totals
 
     @property
     def target(self) -> PolicyVersion | None:

@@ -44,7 +44,9 @@ from areal_weight_sync.server_state import (
     SYNCING,
     ServerRecord,
 )
+from areal_weight_sync.turns import ASLEEP, UNLOADED, now
 
+_SLEEPS = "asleep while the trainer computes on its GPU"
 _ANEW = "version {} was created again by another trainer"
 
 
@@ -63,6 +65,9 @@ class Member:
         self._reported = False
         self._mute = False  # it answered probes and failed to generate
         self._probes = 0
+        self.asleep = False
+        self._unloaded = False  # its weights are undefined: it must not continue
+        self.gone = False  # its process ended, as far as one can tell: it holds no memory
         self._connections = -1  # of the engine, when the boot was last asked
         self.loading = ""  # path of the version that the server was last told to read
         self._log = get_logger("areal.weight_sync.member").bind(server=record.server_id)
@@ -117,14 +122,16 @@ class Member:
         record, config = self.record, self._coordinator.config
         target = self._coordinator.target
         try:
-            if self._doubted:
+            serving = record.state is SERVING
+            if self._coordinator.turns.trainers(now()):
+                await self._rest()
+            elif self._doubted:
                 doubted, self._doubted, record.version = record.version, False, -1
                 raise EngineError(
                     Fault.WRONG_WEIGHTS,
                     f"weights of version {doubted} differ from those of most servers",
                 )
-            serving = record.state is SERVING
-            if target is not None and serving and record.holds(target):
+            elif target is not None and serving and record.holds(target):
                 await self._probe_in_turn(target)
             elif serving and not self._coordinator.slots.take(record.server_id, self.poke):
                 await self._probe_in_turn(self._served)  # not its turn yet: it serves on
@@ -148,7 +155,7 @@ class Member:
         if record.state is SERVING:
             self._backoff.reset()
         newest = self._coordinator.target
-        behind = newest is not None and not record.holds(newest)
+        behind = newest is not None and not record.holds(newest) and not self.asleep
         return 0.0 if behind else config.probe_interval_s
 
     async def _bring(self, target: PolicyVersion | None) -> None:
@@ -156,7 +163,10 @@ class Member:
         record = self.record
         if record.state is not SERVING:
             await self._meet()
-            self._move(JOINING)
+            if not self.asleep:
+                self._move(JOINING)
+            if self._coordinator.config.turns and not await self._awake():
+                return
         if target is None:
             return
         if not record.holds(target) or not await self._reconfirm(target):
@@ -166,9 +176,50 @@ class Member:
             await self._try_generation(target)
         self._serve(target)
 
+    async def _rest(self) -> None:
+        """Puts the server to sleep for the trainer's turn, or looks whether it still sleeps."""
+        record = self.record
+        if self.asleep:
+            if not (await self._version()).startswith(ASLEEP):
+                self._rejoin("woken by someone else")
+            elif (
+                self._engine.connections != self._connections
+                and await self._boot() != record.boot_id
+            ):
+                self._rejoin("restarted")
+            return
+        if record.state is not SERVING:
+            await self._meet()
+            self._move(JOINING)
+        version = await self._version()
+        self._move(SYNCING, _SLEEPS)  # no new traffic: what is aborted continues after the turn
+        if not version.startswith(ASLEEP):
+            running = await self._engine.running()
+            await self._engine.sleep(f"{ASLEEP} after {version}")
+            record.aborted_requests += running
+            self._coordinator.totals.aborted_requests += running
+            self._log.info("asleep", version=version, aborted=running)
+        record.version, self._doubted = -1, False  # it loads again when it wakes
+        self.asleep = True
+        self._coordinator.changed(record)
+
+    async def _awake(self) -> bool:
+        """Whether the server has its memory, after it was woken if it may be."""
+        version = await self._version()
+        self._unloaded = version.startswith((ASLEEP, UNLOADED))
+        if self._unloaded:
+            self.record.version = -1
+        self.asleep = version.startswith(ASLEEP) and not self._coordinator.turns.may_wake(now())
+        if self.asleep:
+            self._move(SYNCING, _SLEEPS)
+        elif version.startswith(ASLEEP):  # from now on it holds memory, whatever comes of the call
+            await self._engine.wake(UNLOADED)
+        return not self.asleep
+
     async def _meet(self) -> None:
         """First contact in this state: which boot of the server is this?"""
         boot = await self._boot()
+        self.gone = False
         if boot != self.record.boot_id:
             self.record.boot_id, self.record.version = boot, -1
             self._coordinator.changed(self.record)
@@ -218,7 +269,7 @@ class Member:
                 self._vote(target, fingerprint)
             else:  # the probe needs generation to continue: no new traffic until it has answered
                 self._leave_traffic()
-            confirmed = True
+            confirmed, self._unloaded = True, False
         except EngineError as error:
             # First of all: its running requests go elsewhere, whether or not it still listens.
             record.version = -1
@@ -297,10 +348,10 @@ class Member:
         return fingerprint is not None
 
     async def _release(self, confirmed: bool) -> None:
-        """Lets a paused server continue, whatever happened before."""
+        """Lets a paused server continue, whatever happened before, unless it holds no weights."""
         steps: list[Callable[[], Awaitable[None]]] = [self._engine.resume]
         if not confirmed:
-            steps.insert(0, self._engine.abort_all)
+            steps = [self._engine.abort_all, *(() if self._unloaded else steps)]
         for number, step in enumerate(steps):
             try:
                 await step()
@@ -366,6 +417,7 @@ class Member:
         """It is not what was confirmed any more: from the start."""
         self._log.warning("server_changed", cause=cause)
         self._coordinator.confirmation.forget(self.record.server_id)
+        self.asleep = False
         self.record.version = -1
         self._move(JOINING, cause)
         self._poked.set()
@@ -394,6 +446,7 @@ class Member:
     def _quarantine(self, error: EngineError) -> float:
         """Out of traffic; returns the time to the next try."""
         record, config = self.record, self._coordinator.config
+        self.asleep, self.gone = False, error.fault is Fault.UNREACHABLE
         self._coordinator.broadcasts.end(record.server_id)
         self._reported = False
         never_reached = record.state is JOINING and not record.boot_id

@@ -121,3 +121,14 @@ class WeightSyncService(pb_grpc.WeightSyncServiceServicer):
         server_id, _ = normalize_url(request.url)
         self._active().report(server_id, request.cause)
         return pb.ReportServerResponse()
+
+    async def HoldServers(
+        self, request: pb.HoldServersRequest, context: _Context
+    ) -> pb.HoldServersResponse:
+        """Has servers sleep while a trainer computes on their GPUs."""
+        coordinator = self._active()
+        if not request.HasField("lease"):
+            raise InvalidInput("lease: missing, expected a duration (0 s ends the turn)")
+        lease = request.lease.ToMilliseconds() / 1000
+        awake = await coordinator.hold(request.incarnation, lease)
+        return pb.HoldServersResponse(awake_server_ids=awake)

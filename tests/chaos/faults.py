@@ -125,7 +125,7 @@ class Victims:
         return http_probe(host, int(metrics.rpartition(":")[2]), "/healthz")
 
     async def _serves(self, address: str) -> bool:
-        """weight-sync says SERVING, and the server itself is at the version that it says."""
+        """weight-sync says SERVING, or that it sleeps, and the server itself says the same."""
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=2.0), headers=self._security.headers()
@@ -137,6 +137,11 @@ class Victims:
         except (ArealError, aiohttp.ClientError, TimeoutError, KeyError, ValueError):
             return False
         return any(
+            server.server_id == address
+            and server.cause.startswith("asleep")
+            and says.startswith("asleep")
+            for server in servers
+        ) or any(
             server.server_id == address
             and server.state is ServerState.SERVING
             and server.version >= current - 1

@@ -34,15 +34,22 @@ BATCH, PROBLEMS, ETA = 32, 1000, 2
 pytestmark = [pytest.mark.timeout(60 * MINUTES * 3 + 600)]
 
 
-def arguments(token: Path) -> list[str]:
+ALLOCATIONS = {
+    "apart": f"sglang:d2+fsdp:d{RANKS}",
+    # Servers sleep for half of the time, so that is when half of the faults come.
+    "alternating": f"sglang:d{RANKS}|fsdp:d{RANKS}@alternating",
+}
+
+
+def arguments(token: Path, trial: str, mode: str, steps: int) -> list[str]:
     return [
         str(ROOT / "examples" / "arithmetic_grpo.py"),
         f"security.dir={token.parent}",
         "experiment_name=chaos",
-        f"trial_name=seed-{SEED}",
+        f"trial_name={trial}",
         "model.path=runs/models/chaos",  # made by the first run, with these problems
-        f"allocation_mode=sglang:d2+fsdp:d{RANKS}",
-        f"total_train_steps={STEPS}",
+        f"allocation_mode={ALLOCATIONS[mode]}",
+        f"total_train_steps={steps}",
         f"train_dataset.batch_size={BATCH}",
         f"train_problems={PROBLEMS}",
         "heldout_problems=50",
@@ -66,10 +73,13 @@ async def break_things(stack: RunningStack) -> Chaos:
     return chaos
 
 
+@pytest.mark.parametrize("mode", ALLOCATIONS)
 def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the_books_balance(
-    tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path, request: pytest.FixtureRequest, mode: str
 ) -> None:
-    stack = RunningStack(ROOT / "runs" / "chaos" / f"seed-{SEED}")
+    trial = f"seed-{SEED}" if mode == "apart" else f"seed-{SEED}-{mode}"
+    steps = STEPS if mode == "apart" else STEPS // 2  # neither generates while the other computes
+    stack = RunningStack(ROOT / "runs" / "chaos" / trial)
     shutil.rmtree(stack.run_dir, ignore_errors=True)
     stack.run_dir.mkdir(parents=True)
     token = tmp_path / "token"
@@ -77,7 +87,11 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
     token.chmod(0o600)
     began = time.monotonic()
     launcher = areal_background(
-        "run", "--json", *arguments(token), cwd=ROOT, log=stack.run_dir / "out.jsonl"
+        "run",
+        "--json",
+        *arguments(token, trial, mode, steps),
+        cwd=ROOT,
+        log=stack.run_dir / "out.jsonl",
     )
     try:
         eventually(lambda: stack.content, "stack.json is there", 60.0)
@@ -97,9 +111,9 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
         Check("no process is left behind", not left, ", ".join(left)),
         Check(f"each recovered within {RECOVERY_S:.0f} s", not late, ", ".join(late)),
     ]
-    ledger = read_ledger(stack.run_dir, f"chaos/seed-{SEED}", tmp_path)
+    ledger = read_ledger(stack.run_dir, f"chaos/{trial}", tmp_path)
     checks += check_books(
-        ledger, stack.run_dir, steps=STEPS, batch=BATCH, problems=PROBLEMS, eta=ETA
+        ledger, stack.run_dir, steps=steps, batch=BATCH, problems=PROBLEMS, eta=ETA
     )
     report = as_dict(SEED, MINUTES, time.monotonic() - began, chaos.faults, checks)
     file = stack.run_dir / "chaos.json"
@@ -109,7 +123,7 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
     else:
         show(report, Console(width=120))
         print(f"in full: {file}")
-    if TABLE and all(check.holds for check in checks):
+    if TABLE and mode == "apart" and all(check.holds for check in checks):
         cores = len(os.sched_getaffinity(0))
         write_table(ROOT / TABLE, chaos.faults, seed=SEED, ranks=RANKS, cores=cores)
     broken = [f"{check.name}: {check.detail}" for check in checks if not check.holds]

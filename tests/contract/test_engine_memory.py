@@ -6,11 +6,25 @@ SGLang itself does it only with --enable-memory-saver, which needs a GPU.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import psutil
 import pytest
-from tests.contract.engines import Http
-from tests.contract.test_engine_control import LONG, PROMPT, finish, generating, spans
+import torch
+from tests.contract.engines import Http, output_logprobs
+from tests.contract.test_engine_control import (
+    LONG,
+    PROMPT,
+    TOLERANCE,
+    finish,
+    generating,
+    recomputed,
+    spans,
+)
+
+from areal.weights.manifest import build_manifest
+from areal_weight_sync.engine.base import EngineError
+from areal_weight_sync.engine.http import HttpEngine, open_session
 
 TAGS = {"tags": ["kv_cache", "weights"]}
 
@@ -132,6 +146,34 @@ async def test_memory_when_it_is_released_then_server_info_says_so(http: Http):
     assert process.is_running()
     await wake(http)
     assert finish(await http.generate(PROMPT, **LONG, max_new_tokens=4)) == "length"
+
+
+async def test_weight_sync_when_it_puts_a_server_to_sleep_then_the_server_says_so_and_wakes(
+    http: Http,
+):
+    folder = http.engine.folders[1]
+    version = replace(build_manifest(folder, 1, 1), path=str(folder))
+    async with open_session({}) as session, generating(http) as tasks:
+        engine = HttpEngine(http.engine.url, session)
+        await engine.sleep("asleep after 0")
+        answers = await asyncio.gather(*tasks)
+        assert await engine.weight_version() == "asleep after 0"
+        [state] = (await http.get("/server_info"))[1]["internal_states"]
+        assert state["released"] == ["kv_cache", "weights"]
+        await engine.wake("unloaded")
+        assert await engine.weight_version() == "unloaded"
+        with pytest.raises(EngineError, match="expected /update_weights_from_disk first"):
+            await engine.resume()
+        await engine.load(version, flush_cache=False, timeout=30.0)
+        await engine.resume()
+        assert await engine.weight_version() == "1"
+    for answer in answers:
+        assert finish(answer) == "abort"
+        assert {name for name, _, _ in spans(answer)} == {"0"}, "no token has the mark as version"
+    after = await http.generate(PROMPT, **LONG, max_new_tokens=8)
+    torch.testing.assert_close(
+        output_logprobs(after), recomputed(http, after), atol=TOLERANCE, rtol=0
+    )
 
 
 @pytest.mark.parametrize("body", [{"tags": ["everything"]}, {"tags": "weights"}, {"tags": [1]}])

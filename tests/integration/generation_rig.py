@@ -30,7 +30,13 @@ class Observer:
 
 @asynccontextmanager
 async def serving(
-    *servers, request_timeout_s=10.0, setup_timeout_s=1.0, context=1000, vocab_size=200, eos=EOS
+    *servers,
+    request_timeout_s=10.0,
+    setup_timeout_s=1.0,
+    asleep_s=0.0,
+    context=1000,
+    vocab_size=200,
+    eos=EOS,
 ):
     async with AsyncExitStack() as stack:
         for server in servers:
@@ -47,6 +53,7 @@ async def serving(
             observer=Observer(),
             request_timeout_s=request_timeout_s,
             setup_timeout_s=setup_timeout_s,
+            asleep_s=asleep_s,
         )
         client.reports, client.observer = reports, client._observer
         await client.start()

@@ -73,6 +73,31 @@ async def test_generate_when_server_aborts_everything_then_does_not_spin():
     assert len(server.requests) < 12
 
 
+@pytest.mark.parametrize("asleep_s", [60.0, 0.0])
+async def test_generate_when_servers_sleep_longer_than_a_request_may_take_then_it_continues_after(
+    asleep_s,
+):
+    server = FakeSGLang(version="4", hold=True)
+    times = {"request_timeout_s": 4.0, "setup_timeout_s": 3.0, "asleep_s": asleep_s}
+    async with serving(server, **times) as client:
+        task = asyncio.create_task(generate(client, request(6), empty(), min_version=4))
+        await until(lambda: server._held, "the request")
+        client.table.update([server.listed(ServerState.SYNCING, "asleep")])
+        server.abort_all()
+        if not asleep_s:
+            with pytest.raises(WaitTimeout, match=r"an inference server at version 4.*asleep"):
+                await task
+            return
+        await asyncio.wait({task}, timeout=4.5)
+        assert not task.done(), "neither limit counts the servers' sleep"
+        server.version = "5"
+        client.table.update([server.listed()])
+        response = await task
+    check(response, 6)
+    assert response.output_versions == [4, 4, 5, 5, 5, 5]
+    assert client.reports == []
+
+
 @pytest.mark.parametrize(
     ("bad", "cause"),
     [

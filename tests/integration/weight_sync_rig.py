@@ -113,6 +113,7 @@ class WeightSyncRig:
         config.endpoints.inference = list(servers)
         self.store = config.endpoints.weight_store = f"http://127.0.0.1:{free_port()}"
         config.checkpoint.keep = weight_sync.pop("keep", config.checkpoint.keep)
+        config.allocation_mode = weight_sync.pop("allocation_mode", config.allocation_mode)
         for key, value in weight_sync.items():
             setattr(config.weight_sync, key, value)
         self.namespace = config.namespace

@@ -42,6 +42,7 @@ class WeightSyncClient(Client):
         "RegisterServer": CallPolicy(10.0, 60.0),
         "DrainServer": CallPolicy(10.0),
         "ReportServer": CallPolicy(5.0),
+        "HoldServers": CallPolicy(10.0, 10.0),
     }
 
     @cached_property
@@ -181,6 +182,19 @@ class WeightSyncClient(Client):
         """Says that a request to a server failed: it is probed now."""
         request = pb.ReportServerRequest(url=url, cause=cause[:1000])
         await self.call(self._stub.ReportServer, request)
+
+    async def hold_servers(self, incarnation: int, *, lease_s: float) -> list[str]:
+        """Begins or renews the trainer's turn on GPUs that it shares with servers; 0 s ends it.
+
+        Returns:
+            Servers that still hold memory, after a wait of some seconds for them to sleep.
+
+        Raises:
+            StaleIncarnation: A newer trainer has had a turn.
+        """
+        request = pb.HoldServersRequest(incarnation=incarnation, lease=to_duration(lease_s))
+        response = await self.call(self._stub.HoldServers, request)
+        return list(response.awake_server_ids)
 
     async def _watch_once(self, timeout_s: float | None) -> AsyncGenerator[SyncStatus, None]:
         stream = self.stream(

@@ -68,10 +68,10 @@ class BaseExperimentConfig:
     and the weights are sharded over 4 of them; `t`, `c` and `e` add tensor, context and expert
     parallelism. AReaL's older form, `sglang.d2p1t1+d1p1t1`, is accepted too; `p`, pipeline
     parallelism, must be 1. With only `fsdp:d1`, the recipe trains on dataset rows, and no server or
-    service is started. In `sglang:d1|fsdp:d1`, servers and trainer use the same GPUs at
-    the same time, if both fit into the memory (taking turns, `@alternating`, is refused for now).
-    `auto` lets `areal run` choose by the GPUs, their memory and the model's size. See
-    docs/gpu.md."""
+    service is started. In `sglang:d1|fsdp:d1`, servers and trainer use the same GPUs: at the same
+    time if both fit into the memory (`@shared` at the end asks for it), else in turns
+    (`@alternating`). `auto` lets `areal run` choose by the GPUs, their memory and the model's size.
+    See docs/gpu.md."""
     recipe: str = ""
     """The recipe file; set by `areal run`."""
     model: ModelConfig = field(default_factory=ModelConfig)

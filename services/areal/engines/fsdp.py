@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -30,6 +30,7 @@ from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines import checkpoint, optimizer
 from areal.engines.export.directory import write_directory
 from areal.engines.export.exporter import Deliver, Exporter
+from areal.engines.host_states import HostStates, states_of
 from areal.engines.model import fill, lora, source
 from areal.engines.model.attention import dispatch
 from areal.engines.model.heads import Head, LogprobHead
@@ -82,6 +83,9 @@ class FSDPEngine(TrainEngine):
         self._pending_save: Future[None] | None = None
         self._stager: Any = None
         self._attached: dict[str, FSDPEngine] = {}
+        self._states: HostStates | None = None
+        self.before_use: Callable[[], None] = lambda: None
+        """Called, on all ranks alike, each time the model is about to be used."""
 
     # -- life cycle ----------------------------------------------------------------------------
 
@@ -149,6 +153,7 @@ class FSDPEngine(TrainEngine):
             total_train_steps=total_train_steps,
         )
         self._exporter = Exporter(hf, Path(config.path), self.device, limit)
+        self._states = HostStates(self.device)
         if self._step.optimizer is not None:
             optimizer.make_state(self._step.optimizer)
             self._step.optimizer.register_step_pre_hook(lambda *_: self.exporter.wait_gathered())
@@ -157,7 +162,7 @@ class FSDPEngine(TrainEngine):
         self._wait_for_save()
         if self._exporter is not None:
             self._exporter.wait_gathered()
-        self._step = self._exporter = self._stager = None
+        self._step = self._exporter = self._stager = self._states = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -171,6 +176,7 @@ class FSDPEngine(TrainEngine):
         """
         if self._step is None:
             raise InvalidInput("the engine has no model: expected initialize() first")
+        self._be_here()
         return self._step
 
     @property
@@ -178,7 +184,25 @@ class FSDPEngine(TrainEngine):
         """The part that gathers the weights on rank 0; raises the errors of `step`."""
         if self._exporter is None:
             raise InvalidInput("the engine has no model: expected initialize() first")
+        self._be_here()
         return self._exporter
+
+    def to_host(self) -> None:
+        """Moves the states to host memory once they have been exported, and frees the device's."""
+        if self._step is None or self._exporter is None or self._states is None:
+            return
+        self._reshard_model(self._step.model)
+        self._exporter.wait_gathered()
+        self._states.to_host(states_of(self._step.model, self._step.optimizer))
+
+    def to_device(self) -> None:
+        """Moves the states back."""
+        if self._states is not None:
+            self._states.to_device()
+
+    def _be_here(self) -> None:
+        self.before_use()
+        self.to_device()
 
     @property
     def model(self) -> PackedCausalLM:
@@ -251,8 +275,11 @@ class FSDPEngine(TrainEngine):
         return self.exporter.begin(dtype, deliver, twice=twice)
 
     def _reshard(self) -> None:
+        self._reshard_model(self.model)
+
+    def _reshard_model(self, model: PackedCausalLM) -> None:
         if self._sharded:
-            cast(FSDPModule, self.model).reshard()
+            cast(FSDPModule, model).reshard()
 
     def save(self, directory: str | Path, dtype: str | None = None) -> None:
         tensors = self.iter_full_tensors(dtype)

@@ -83,6 +83,7 @@ class FSDPPPOActor:
         self.engine = FSDPEngine(config)
         self._ppo = PPOActor(ppo, self.engine, session.config.gconfig.temperature)
         steps = session.config.total_train_steps * ppo.ppo_n_minibatches
+        session.turn.admit(self.engine)
         self.engine.initialize(total_train_steps=None if self.frozen else steps)
         if self.frozen:
             return

@@ -60,6 +60,7 @@ class FSDPPPOCritic:
         self.engine = FSDPEngine(config.engine(ppo))
         self._critic = PPOCritic(self.engine, ppo.ppo_n_minibatches)
         steps = session.config.total_train_steps * ppo.ppo_n_minibatches
+        session.turn.admit(self.engine)
         self.engine.initialize(total_train_steps=steps)
         actor.engine.attach("critic", self.engine)
         if session.resumed is not None:

@@ -112,11 +112,14 @@ class RemoteSGLangEngine:
                 self._feeder = TaskFeeder(self.session, dataloader)
             feeding = Feeding(self._feeder, spec)
         self.session.begin_step()
+        self.session.turn.give()
         if feeding is not None:
             self.session.on_rank0(feeding.refill)
         # A batch that is at hand is computed with while the last version leaves: `upload_weights`
-        # waits for a server to confirm that one. For a fresh batch (0) it must be served first.
-        if not (self.session.publishing.pending and self.config.max_head_offpolicyness):
+        # waits for a server to confirm that one. For a fresh batch (0) it must be served first,
+        # and so it must where servers sleep while the batch is computed with.
+        ahead = self.config.max_head_offpolicyness and not self.session.turn.shared
+        if not (self.session.publishing.pending and ahead):
             self.session.confirm_version()
         return self._take(feeding)
 
@@ -159,11 +162,13 @@ class RemoteSGLangEngine:
         if not tasks:
             raise errors.InvalidInput("rollout_batch(data): expected at least one row, got none")
         self._check_prompts(workflow, [task.data for task in tasks])
+        session.turn.give()
         session.confirm_version()  # else servers that are still loading would sample some of it
         submission = Submission(session, tasks, f"step {step}", self.config.batch_timeout_s)
         while not session.on_rank0(submission.proceed):
             session.raise_if_stopped()
             session.save_checkpoint()  # commits, so that payloads can go
+            session.turn.give()
         return self._take(None, [task.task_id for task in tasks])
 
     def evaluate(
@@ -201,6 +206,7 @@ class RemoteSGLangEngine:
         if (known := evaluation.recorded(session, name, version)) is not None:
             return known
         self._check_prompts(workflow, rows)
+        session.turn.give()
         session.confirm_version()
         tasks = evaluation.tasks_of(session, rows, self._describe(workflow), name, pinned)
         figure = evaluation.measure(session, tasks, name, self.config.batch_timeout_s)
@@ -249,6 +255,7 @@ class RemoteSGLangEngine:
                 )
             if taken.state is TakeState.CHECKPOINT_FIRST:
                 session.save_checkpoint()
+                session.turn.give()
         batch = pack_groups_with_images(session.fetch(taken), session.config.model.path)
         session.row["time/wait"] = time.monotonic() - since
         session.status.training()

@@ -150,6 +150,7 @@ def measure(session: TrainerSession, tasks: Sequence[Task], name: str, timeout_s
         session.raise_if_stopped()
         if state == "refused":
             session.save_checkpoint()  # commits, so that payloads can go
+            session.turn.give()
     return session.on_rank0(measurement.finish, Figure)
 
 

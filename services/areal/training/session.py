@@ -24,6 +24,7 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextvars import ContextVar
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,7 +34,7 @@ from areal.chassis.waits import Waits
 from areal.clients.buffer.connection import BufferConnection
 from areal.clients.buffer.trainer import BufferTrainer
 from areal.clients.weight_sync import WeightSyncClient
-from areal.config.allocation import Layout
+from areal.config.allocation import Layout, Sharing, parse_allocation
 from areal.config.experiment import GRPOConfig
 from areal.config.services import rollouts_url
 from areal.protocol.leases import Discarded, Take
@@ -43,6 +44,7 @@ from areal.training.background_publish import BackgroundPublish
 from areal.training.bridge import CALL_S, RETRY_S, AsyncBridge
 from areal.training.checkpoint_writer import Checkpointable, CheckpointWriter
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
+from areal.training.gpu_turn import GpuTurn
 from areal.training.ledger import TrainerLedger
 from areal.training.ranks import Ranks, gather_json
 from areal.training.rollouts.writer import RolloutWriter
@@ -50,6 +52,7 @@ from areal.training.run_files import EVALUATIONS, RunFiles, best_step
 from areal.training.status import ProgressLog, TrainerStatus
 from areal.training.step_trace import StepTrace
 from areal.training.tracker import StepTracker
+from areal.training.turn_lease import TurnLease
 from areal.types import TIMEOUTS, TrajectoryGroup
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.manifest import PolicyVersion
@@ -112,7 +115,7 @@ class TrainerSession(Ranks):
         self.served_version = 0
         """What servers are brought to: one more where its trainer died before it was stored."""
         self.confirmed_version = -1
-        """The newest that a server has confirmed beside a step."""
+        """The newest of this incarnation that a server is known to have confirmed (rank 0)."""
         self.pair_cost = 0.0
         """What the actor's model makes of long sequences; see `areal.algorithms.packing.cost`."""
         self.row: dict[str, Any] = {}
@@ -157,6 +160,13 @@ class TrainerSession(Ranks):
         buffer = BufferConnection(endpoints.buffer, self.security, retry_s=RETRY_S)
         weight_sync = WeightSyncClient(endpoints.weight_sync, self.security, retry_s=RETRY_S)
         return BufferTrainer(buffer), weight_sync
+
+    @cached_property
+    def turn(self) -> GpuTurn:
+        """Whose turn it is on GPUs that trainer and servers share."""
+        turns = parse_allocation(self.config.allocation_mode).sharing is Sharing.ALTERNATING
+        lease = TurnLease(self.bridge, self.weight_sync, lambda: self.incarnation)
+        return GpuTurn(self, lease if turns else None, self.config.setup_timeout_s)
 
     @property
     def incarnation(self) -> int:
@@ -218,6 +228,7 @@ class TrainerSession(Ranks):
         self._rollouts.resume(newest.step if newest else 0)
         if newest is not None:  # perhaps it was killed between its checkpoint and the commit
             self._commit(newest.step)
+        self.turn.free()  # the previous incarnation may have died in its turn
         versions = self._wait_confirmed(0, "the first inference server to serve")
         return registered.incarnation, versions.current_version, versions.unstored
 
@@ -256,6 +267,9 @@ class TrainerSession(Ranks):
     def close(self) -> None:
         self.trace.end()
         with contextlib.suppress(errors.ArealError):
+            if self.rank == 0 and self.incarnation:
+                self.turn.free(timeout=2)
+        with contextlib.suppress(errors.ArealError):
             self.bridge.call(self.ledger.buffer.connection.close(), "closing", timeout=2)
             self.bridge.call(self.weight_sync.close(), "closing", timeout=2)
         self._checkpoints.close()
@@ -286,15 +300,19 @@ class TrainerSession(Ranks):
     def confirm_version(self) -> None:
         """Waits until one server has confirmed the weights of the last finished step (L5).
 
-        The weights may still be on their way.
+        The weights may still be on their way. With GPUs in turns, it is the servers' turn then,
+        unless one has confirmed them before.
         """
 
         def wait() -> None:
             if self.step <= self.published_version:
                 self._wait_confirmed(self.step, f"a server to confirm version {self.step}")
+                self.confirmed_version = max(self.confirmed_version, self.step)
 
         started = time.monotonic()
         self.publishing.settle()
+        if self.turn.shared and self.on_rank0(lambda: self.confirmed_version < self.step):
+            self.turn.give()
         self.on_rank0(wait)
         waited = self.row.get("time/confirm", 0.0) + time.monotonic() - started
         self.row["time/confirm"] = waited

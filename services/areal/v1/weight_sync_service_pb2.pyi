@@ -383,3 +383,50 @@ class ReportServerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportServerResponse: _TypeAlias = ReportServerResponse  # noqa: Y015
+
+@_typing.final
+class HoldServersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """How long the turn lasts unless it is renewed; 0 ends it."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        lease: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldServersRequest: _TypeAlias = HoldServersRequest  # noqa: Y015
+
+@_typing.final
+class HoldServersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AWAKE_SERVER_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def awake_server_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Servers that still hold memory; empty: the GPUs are the trainer's."""
+
+    def __init__(
+        self,
+        *,
+        awake_server_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awake_server_ids", b"awake_server_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldServersResponse: _TypeAlias = HoldServersResponse  # noqa: Y015

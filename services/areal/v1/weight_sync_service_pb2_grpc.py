@@ -70,6 +70,11 @@ class WeightSyncServiceStub:
                 request_serializer=areal_dot_v1_dot_weight__sync__service__pb2.ReportServerRequest.SerializeToString,
                 response_deserializer=areal_dot_v1_dot_weight__sync__service__pb2.ReportServerResponse.FromString,
                 _registered_method=True)
+        self.HoldServers = channel.unary_unary(
+                '/areal.v1.WeightSyncService/HoldServers',
+                request_serializer=areal_dot_v1_dot_weight__sync__service__pb2.HoldServersRequest.SerializeToString,
+                response_deserializer=areal_dot_v1_dot_weight__sync__service__pb2.HoldServersResponse.FromString,
+                _registered_method=True)
 
 
 class WeightSyncServiceServicer:
@@ -128,6 +133,14 @@ class WeightSyncServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldServers(self, request, context):
+        """Begins or renews the trainer's turn on GPUs that it shares with servers, which sleep meanwhile,
+        and waits some seconds for them. FAILED_PRECONDITION for a stale incarnation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightSyncServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -165,6 +178,11 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
                     servicer.ReportServer,
                     request_deserializer=areal_dot_v1_dot_weight__sync__service__pb2.ReportServerRequest.FromString,
                     response_serializer=areal_dot_v1_dot_weight__sync__service__pb2.ReportServerResponse.SerializeToString,
+            ),
+            'HoldServers': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldServers,
+                    request_deserializer=areal_dot_v1_dot_weight__sync__service__pb2.HoldServersRequest.FromString,
+                    response_serializer=areal_dot_v1_dot_weight__sync__service__pb2.HoldServersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -357,6 +375,33 @@ class WeightSyncService:
             '/areal.v1.WeightSyncService/ReportServer',
             areal_dot_v1_dot_weight__sync__service__pb2.ReportServerRequest.SerializeToString,
             areal_dot_v1_dot_weight__sync__service__pb2.ReportServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldServers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/areal.v1.WeightSyncService/HoldServers',
+            areal_dot_v1_dot_weight__sync__service__pb2.HoldServersRequest.SerializeToString,
+            areal_dot_v1_dot_weight__sync__service__pb2.HoldServersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,10 @@ class WeightSyncServiceStub:
     """
     ReportServer: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ReportServerRequest, _weight_sync_service_pb2.ReportServerResponse]
     """Reports that a client saw a server fail; weight-sync probes it at once."""
+    HoldServers: _grpc.UnaryUnaryMultiCallable[_weight_sync_service_pb2.HoldServersRequest, _weight_sync_service_pb2.HoldServersResponse]
+    """Begins or renews the trainer's turn on GPUs that it shares with servers, which sleep meanwhile,
+    and waits some seconds for them. FAILED_PRECONDITION for a stale incarnation.
+    """
 
 @_typing.type_check_only
 class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
@@ -79,6 +83,10 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     """
     ReportServer: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.ReportServerRequest, _weight_sync_service_pb2.ReportServerResponse]  # type: ignore[assignment]
     """Reports that a client saw a server fail; weight-sync probes it at once."""
+    HoldServers: _aio.UnaryUnaryMultiCallable[_weight_sync_service_pb2.HoldServersRequest, _weight_sync_service_pb2.HoldServersResponse]  # type: ignore[assignment]
+    """Begins or renews the trainer's turn on GPUs that it shares with servers, which sleep meanwhile,
+    and waits some seconds for them. FAILED_PRECONDITION for a stale incarnation.
+    """
 
 class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
     """Policy versions, and which of them each inference server serves."""
@@ -144,5 +152,15 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weight_sync_service_pb2.ReportServerResponse, _abc.Awaitable[_weight_sync_service_pb2.ReportServerResponse]]:
         """Reports that a client saw a server fail; weight-sync probes it at once."""
+
+    @_abc_1.abstractmethod
+    def HoldServers(
+        self,
+        request: _weight_sync_service_pb2.HoldServersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weight_sync_service_pb2.HoldServersResponse, _abc.Awaitable[_weight_sync_service_pb2.HoldServersResponse]]:
+        """Begins or renews the trainer's turn on GPUs that it shares with servers, which sleep meanwhile,
+        and waits some seconds for them. FAILED_PRECONDITION for a stale incarnation.
+        """
 
 def add_WeightSyncServiceServicer_to_server(servicer: WeightSyncServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -15,7 +15,7 @@ from pathlib import Path
 from areal.config.allocation import Sharing, parse_allocation, said_how
 from areal.config.experiment import BaseExperimentConfig, validate
 from areal.engines.parallel.estimate import ModelShape
-from areal.errors import CannotStart, InvalidInput
+from areal.errors import InvalidInput
 from areal_launch.clusters.base import servers_on_gpus
 from areal_launch.doctor.auto import choose
 from areal_launch.doctor.gpus import Machine, free_bytes, look
@@ -65,12 +65,6 @@ def settle(config: BaseExperimentConfig, shape: ModelShape | None, machine: Mach
         elif sharing is Sharing.FITTING:
             sharing = Sharing.SHARED
             whys.append("servers and trainer share no GPU")
-        if sharing is Sharing.ALTERNATING:
-            raise CannotStart(
-                f"allocation_mode {given!r}: {'; '.join(whys)}; but taking turns on a GPU is not "
-                "complete yet (docs/gpu.md): use more or larger GPUs, or a smaller model or "
-                "model.context_length"
-            )
         config.allocation_mode = said_how(config.allocation_mode, sharing)
     validate(config)
     chosen = f"allocation_mode {given!r} is {config.allocation_mode!r}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from areal.config.allocation import Sharing, parse_allocation
+from areal.config.allocation import Sharing, parse_allocation, said_how
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.engines.parallel.estimate import CUDA, GIB, SURELY, ModelShape
 from areal.errors import CannotStart
@@ -79,9 +79,10 @@ def split(config: BaseExperimentConfig, shape: ModelShape | None, free: int) -> 
         return _halves(wanted, free)
     shared = _shared(config, shape, free)
     if wanted is Sharing.SHARED and not shared.part:
+        instead = said_how(config.allocation_mode, Sharing.ALTERNATING)
         raise CannotStart(
-            f"allocation_mode {config.allocation_mode!r}: {shared.why}; "
-            f"{_ways_out(config, shape)}, or more GPUs"
+            f"allocation_mode {config.allocation_mode!r}: {shared.why}; take turns with "
+            f"allocation_mode='{instead}', or {_ways_out(config, shape)}"
         )
     if wanted is not Sharing.ALTERNATING and shared.part:
         return shared

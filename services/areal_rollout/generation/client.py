@@ -93,6 +93,7 @@ class SGLangClient:
         observer: GenerationObserver,
         request_timeout_s: float,
         setup_timeout_s: float,
+        asleep_s: float = 0.0,
         headers: Mapping[str, str] | None = None,
         previous: Mapping[str, str] | None = None,
         connections: int = 10_000,
@@ -106,6 +107,8 @@ class SGLangClient:
             observer: For metrics.
             request_timeout_s: One request, from sending to its last token.
             setup_timeout_s: How long to wait for a server with a recent enough version.
+            asleep_s: How much longer servers may sleep while the trainer has their GPUs; 0: they
+                never do. Else waiting for one does not count as time of the request.
             headers: Sent with every request: the bearer token.
             previous: Sent instead to a server that refuses them, while the token is rotated.
             connections: Requests at once; more wait for one to end.
@@ -116,6 +119,7 @@ class SGLangClient:
         self._observer = observer
         self._request_timeout_s = request_timeout_s
         self._setup_timeout_s = setup_timeout_s
+        self._asleep_s = asleep_s
         self._connections = Connections(headers or {}, connections, previous)
         self._log = get_logger("areal_rollout.generation.client")
         self._running: dict[str, tuple[Server, asyncio.Timeout, list[str]]] = {}
@@ -223,7 +227,8 @@ class SGLangClient:
             if request.grammar:
                 _restart(pending)
             before = [len(response.output_tokens) for response in pending]
-            server = await self._server(min_version, request.affinity_key, cost, avoid)
+            server, asleep_s = await self._server(min_version, request.affinity_key, cost, avoid)
+            deadline += asleep_s
             load = cost * len(pending)
             server.outstanding += load
             try:
@@ -273,16 +278,17 @@ class SGLangClient:
 
     async def _server(
         self, min_version: int, affinity_key: str, cost: int, avoid: Collection[str]
-    ) -> Server:
+    ) -> tuple[Server, float]:
+        """A server, and how many seconds it took that do not count as time of the request."""
         server = (
             None if self._draining else self.table.choose(min_version, affinity_key, cost, avoid)
         )
         if server is not None:
-            return server
+            return server, 0.0
         since = time.monotonic()
         with tracing.span("wait_server", {"areal.min_version": min_version}):
             while not self._draining:
-                remaining = since + self._setup_timeout_s - time.monotonic()
+                remaining = since + self._setup_timeout_s + self._asleep_s - time.monotonic()
                 if remaining <= 0:
                     raise WaitTimeout(
                         f"an inference server at version {min_version} or newer",
@@ -293,7 +299,7 @@ class SGLangClient:
                 await self.table.changed(remaining)
                 server = self.table.choose(min_version, affinity_key, cost, avoid)
                 if server is not None and not self._draining:
-                    return server
+                    return server, time.monotonic() - since if self._asleep_s else 0.0
             raise Interrupted("the worker is draining")
 
     async def _post(

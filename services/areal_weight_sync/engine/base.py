@@ -100,5 +100,17 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Continues after `pause`; harmless when not paused."""
 
+    async def sleep(self, mark: str) -> None:
+        """Ends every request with its tokens so far, takes `mark` as version, releases its memory.
+
+        It stays paused, and answers everything that does not need the memory.
+        """
+
+    async def wake(self, mark: str) -> None:
+        """Takes the memory back, and `mark` as version: the weights are undefined until `load`.
+
+        It stays paused.
+        """
+
     async def abort_all(self) -> None:
         """Ends every request; its caller gets the tokens so far."""

@@ -38,6 +38,7 @@ from areal_weight_sync.engine.routes import Routes, Tried
 
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")
 _MAX_BODY_BYTES = 16 * 1024 * 1024
+_MEMORY = {"tags": ["kv_cache", "weights"]}
 _GIVERS_TRIED = 3  # then the store
 
 
@@ -358,6 +359,36 @@ class HttpEngine:
     async def resume(self) -> None:
         """POST /continue_generation."""
         await self._json("POST", "/continue_generation", {}, timeout=self._control_timeout)
+
+    async def sleep(self, mark: str) -> None:
+        """POST /pause_generation, /flush_cache, /update_weight_version, /release_memory_occupation.
+
+        SGLang ends itself if its scheduler is not idle when it releases memory: a step may still
+        run when the last request has been answered, so the flush waits for it. The mark comes
+        before the release: who finds it relies on nothing but `wake`.
+        """
+        limit = self._control_timeout
+        await self.pause("abort")
+        await self._empty("/flush_cache", {}, limit + 1.0, query=f"?timeout={limit:g}")
+        await self._mark(mark)
+        await self._empty("/release_memory_occupation", _MEMORY, limit)
+
+    async def wake(self, mark: str) -> None:
+        """POST /resume_memory_occupation, /update_weight_version."""
+        await self._empty("/resume_memory_occupation", _MEMORY, self._control_timeout)
+        await self._mark(mark)
+
+    async def _mark(self, version: str) -> None:
+        request = {"new_version": version, "abort_all_requests": False}
+        await self.command("/update_weight_version", request, self._control_timeout)
+
+    async def _empty(
+        self, path: str, body: dict[str, Any], timeout: float, *, query: str = ""
+    ) -> None:
+        """A call whose answer says nothing but 200."""
+        status, text = await self._call("POST", path + query, body, timeout=timeout)
+        if status != 200:
+            raise EngineError(Fault.HTTP_STATUS, f"{path}: HTTP {status}: {text[:200]!r}")
 
     async def abort_all(self) -> None:
         """POST /abort_request (answers with an empty body)."""

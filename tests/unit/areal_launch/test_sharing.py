@@ -26,6 +26,8 @@ from areal_launch.doctor.sharing import ASLEEP, Split, split
 from areal_launch.processes.process import Node
 from areal_launch.run_folder import RunFolder
 from areal_launch.stack.plan import plan_stack
+from areal_rollout.config import RolloutConfig
+from areal_weight_sync.config import WeightSyncConfig
 
 # Layers, hidden, feed-forward, heads, key and value heads, tied.
 QWEN2_5 = {
@@ -99,7 +101,7 @@ def test_split_when_one_gpu_has_so_much_memory_then_shared_or_turns_or_one_line(
     assert "\n" not in found.why
 
 
-def test_split_when_shared_is_asked_for_and_does_not_fit_then_names_ways_out(
+def test_split_when_shared_is_asked_for_and_does_not_fit_then_names_the_turns(
     tmp_path: Path,
 ) -> None:
     config = make("sglang:d1|fsdp:d1@shared")
@@ -107,6 +109,7 @@ def test_split_when_shared_is_asked_for_and_does_not_fit_then_names_ways_out(
         split(config, shape_of(tmp_path, "7B"), 180 * GIB)
     said = str(refused.value)
     assert "both do not fit at once" in said
+    assert "allocation_mode='sglang:d1|fsdp:d1@alternating'" in said
     assert "actor.offload=true" in said
     assert "\n" not in said
 
@@ -252,20 +255,44 @@ async def test_run_when_one_gpu_is_shared_then_both_see_it_and_the_server_takes_
     assert resolved.allocation_mode == "sglang:d1|fsdp:d1@shared"
 
 
-@pytest.mark.parametrize("allocation", ["sglang:d1|fsdp:d1@alternating", "sglang:d1|fsdp:d1"])
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_run_when_turns_are_needed_or_asked_for_then_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocation: str, gpus: int
+async def test_run_when_they_take_turns_then_servers_can_release_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, tmp_path, there=4, free=80 * GIB)
+    model = write_model(tmp_path / "model", "3B")
+    config = make("sglang:d2|fsdp:d2@alternating", f"model.path={model}", gpus=4)
+    seen, argv, resolved = await launched(tmp_path, config)
+    assert seen == ["0,1", "0", "1"]
+    assert argv[-1] == "--enable-memory-saver"
+    assert float(argv[argv.index("--mem-fraction-static") + 1]) > 0.7
+    assert resolved.allocation_mode == "sglang:d2|fsdp:d2@alternating"
+    assert WeightSyncConfig.from_experiment(resolved).turns
+    rollout = RolloutConfig.from_experiment(resolved)
+    assert rollout.asleep_s == 5 * rollout.setup_timeout_s
+    assert rollout.episode_timeout_s > 4 * rollout.asleep_s
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "way"),
+    [
+        ("sglang:d1|fsdp:d1", 1, "sglang:d1|fsdp:d1@alternating"),
+        ("auto", 1, "sglang:d1|fsdp:d1@alternating"),
+        ("sglang:d1|fsdp:d1@alternating", 0, "sglang:d1|fsdp:d1@alternating"),
+        ("sglang:d1|fsdp:d1", 0, "sglang:d1|fsdp:d1@shared"),  # on CPUs nothing has to fit
+    ],
+)
+def test_settle_when_both_do_not_fit_at_once_then_they_take_turns_and_it_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, gpus: int, way: str
 ) -> None:
     install(monkeypatch, tmp_path, there=1, free=70 * GIB)
     model = write_model(tmp_path / "model", "3B")
-    config = make(allocation, f"model.path={model}", gpus=gpus)
-    if not gpus and "@" not in allocation:  # on CPUs nothing has to fit
-        settle_here(config)
-        return
-    with pytest.raises(CannotStart, match="taking turns on a GPU is not complete yet") as refused:
-        settle_here(config)
-    assert "\n" not in str(refused.value)
+    config = make(asked, f"model.path={model}", gpus=gpus)
+    why = settle_here(config).why
+    assert config.allocation_mode == way
+    assert "\n" not in why
+    if gpus:
+        assert "both do not fit at once" in why
+        assert "so they take turns" in why
 
 
 def test_plan_when_they_take_turns_then_the_server_can_release_its_memory(
@@ -280,6 +307,16 @@ def test_plan_when_they_take_turns_then_the_server_can_release_its_memory(
         "0.83",
         "--enable-memory-saver",
     )
+
+
+@pytest.mark.parametrize("asked", ["sglang:d1+fsdp:d1", "sglang:d1|fsdp:d1@shared"])
+def test_services_when_no_one_takes_turns_then_their_deadlines_are_as_ever(asked: str) -> None:
+    ends = [f"endpoints.{name}=127.0.0.1:7000" for name in ("buffer", "reward", "weight_sync")]
+    config = make(asked, *ends, gpus=0)
+    assert not WeightSyncConfig.from_experiment(config).turns
+    rollout = RolloutConfig.from_experiment(config)
+    assert rollout.asleep_s == 0
+    assert rollout.episode_timeout_s == 4 * rollout.request_timeout_s
 
 
 async def test_run_when_the_command_has_a_fraction_then_it_stays(

@@ -70,6 +70,9 @@ class FakeEngine:
         self.version = "default"
         self.weights = "default"
         self.paused = False
+        self.released = False
+        self.wake_gate = asyncio.Event()
+        self.wake_gate.set()
         self.mode = ""
         self.calls: list[str] = []
         self.requests = 0
@@ -97,6 +100,7 @@ class FakeEngine:
     def restart(self, boot: str, version: str) -> None:
         """By hand, with weights of its own under a version's name."""
         self.boot, self.version, self.weights = boot, version, "by hand"
+        self.released = self.paused = False
         self.connections += 1
 
     async def _call(self, name: str) -> None:
@@ -148,6 +152,7 @@ class FakeEngine:
 
     async def load(self, version: PolicyVersion, *, flush_cache: bool, timeout: float) -> None:
         await self._call(f"load {version.version}")
+        assert not self.released, "there is no memory to load into"
         try:
             async with asyncio.timeout(timeout):
                 await self.load_gate.wait()
@@ -160,6 +165,7 @@ class FakeEngine:
 
     async def fingerprint(self, timeout: float) -> Fingerprint | None:
         await self._call("fingerprint")
+        assert not self.released, "there are no weights to look at"
         if not self.has_checksums:
             return None
         return Fingerprint("tp1", self.weights if self.holds is None else self.holds)
@@ -173,10 +179,25 @@ class FakeEngine:
 
     async def resume(self) -> None:
         await self._call("resume")
+        assert not self.released, "it would compute with memory that it does not have"
+        assert self.weights != "garbage", "it would sample from undefined weights"
         if self.fail_resume:
             self.fail_resume -= 1
             raise EngineError(Fault.TIMEOUT, "/continue_generation: no answer within 10.0 s")
         self.paused = False
+
+    async def sleep(self, mark: str) -> None:
+        await self._call("sleep")
+        assert not self.released, "SGLang ends itself when it releases twice"
+        self.aborts += self.requests
+        self.requests = 0
+        self.paused, self.released, self.version, self.weights = True, True, mark, "garbage"
+
+    async def wake(self, mark: str) -> None:
+        await self._call("wake")
+        await self.wake_gate.wait()
+        assert self.released, "SGLang ends itself when it resumes what it has"
+        self.released, self.version = False, mark
 
     async def abort_all(self) -> None:
         await self._call("abort_all")
