@@ -134,9 +134,9 @@ class Stack:
             used = 0
             while used < tokens:
                 assert time.monotonic() < deadline, f"{url}: {used} tokens, not {tokens}"
-                # 503: it is starting.
+                # It does not listen yet, or answers 503: it is starting.
                 with (
-                    suppress(urllib.error.HTTPError),
+                    suppress(urllib.error.URLError),
                     urllib.request.urlopen(url, timeout=60) as it,
                 ):
                     used = sum(load["num_used_tokens"] for load in json.load(it)["loads"])

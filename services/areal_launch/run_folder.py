@@ -158,7 +158,11 @@ def find_run(run: Path | None, root: Path = Path("runs"), *, live: bool = True) 
     """
     if run is not None:
         folder = RunFolder(run)
-        if not folder.stack_file.is_file():
+        try:
+            there = folder.stack_file.is_file()
+        except OSError as error:  # another user's
+            raise NotFound(f"--run {str(run)!r}: {error.strerror}") from None
+        if not there:
             raise NotFound(f"--run {str(run)!r}: no stack.json there")
         return folder
     files = sorted(root.glob("*/*/stack.json"), key=lambda f: f.stat().st_mtime, reverse=True)

@@ -48,12 +48,11 @@ KWARGS = {"reward_fn": {"$function": "reward_fn"}, "gconfig": {"max_new_tokens":
 class Attacks:
     """Each public method is one; it returns what was got, and raises when it was refused."""
 
-    def __init__(self, run_dir: Path, store: str, mark: str) -> None:
+    def __init__(self, run_dir: Path, stack: dict[str, Any], store: str, mark: str) -> None:
         self._run_dir = run_dir
+        self._stack = stack
         self._store = store
         self._mark = mark
-        # Where everything listens is no secret: anybody can look at the machine's ports.
-        self._stack = json.loads((run_dir / "stack.json").read_text())
 
     def _address(self, name: str, key: str = "address") -> str:
         return str(self._stack["processes"][name][key])
@@ -96,6 +95,9 @@ class Attacks:
 
     def read_config(self) -> Any:
         return (self._run_dir / "config.yaml").read_text()
+
+    def read_the_stack(self) -> Any:
+        return (self._run_dir / "stack.json").read_text()
 
     def read_token(self) -> Any:
         return (self._run_dir / "secrets" / "token").read_text()
@@ -174,9 +176,9 @@ class Attacks:
             return ""
 
 
-async def main(run_dir: Path, store: str, mark: str) -> dict[str, str]:
+async def main(attacks: Attacks) -> dict[str, str]:
     """Tries everything."""
-    attacks, outcomes = Attacks(run_dir, store, mark), {}
+    outcomes = {}
     for name in [name for name in vars(Attacks) if not name.startswith("_")]:
         try:
             got = getattr(attacks, name)()
@@ -200,8 +202,10 @@ def become(uid: int) -> None:
 
 
 if __name__ == "__main__":
-    arguments = (Path(sys.argv[2]), sys.argv[3])
+    run_dir, store, mark = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    # Where everything listens is no secret: anybody can look at the machine's ports.
+    stack = json.loads((run_dir / "stack.json").read_text())
     # Python loads some modules when they are first needed, and may then not read them any more.
-    asyncio.run(main(*arguments, mark="/dev/null"))
+    asyncio.run(main(Attacks(run_dir, stack, store, mark="/dev/null")))
     become(int(sys.argv[1]))
-    print(json.dumps(asyncio.run(main(*arguments, sys.argv[4]))))
+    print(json.dumps(asyncio.run(main(Attacks(run_dir, stack, store, mark)))))

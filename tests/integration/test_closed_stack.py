@@ -35,6 +35,7 @@ BY_TOKEN = ("put_recipe", "submit_tasks", "score", "list_servers")
 BY_HTTP = ("read_the_status", "read_waits", "pause_generation", "read_weights")
 BY_MODE = {
     "read_config": "config.yaml",
+    "read_the_stack": "stack.json",
     "read_token": "secrets/token",
     "list_secrets": "secrets",
 }
@@ -97,7 +98,7 @@ def test_another_user_when_trying_everything_then_nothing_lets_them_in(
         "ask_nats": "refused: Authorization Violation",
     }
     outcomes = json.loads(tried.stdout)
-    assert "not running" in outcomes.pop("ask_the_command_for_the_token")
+    assert "Permission denied" in outcomes.pop("ask_the_command_for_the_token")
     assert outcomes == refused
     assert not mark.exists(), "code of a stranger ran as the stack's owner"
 
