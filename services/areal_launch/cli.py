@@ -36,11 +36,34 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Asynchronous reinforcement learning for language models.",
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from areal_launch.commands.version import version_line
+
+        typer.echo(version_line())
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", is_eager=True, callback=_show_version, help="Print the version and exit."
+    ),
+]
+
+
+@app.callback()
+def _options(version: Version = False) -> None:
+    del version
+
+
 dead_letters = typer.Typer(
     no_args_is_help=True, help="Show, retry, or drop tasks that failed permanently."
 )
@@ -69,7 +92,8 @@ class ExportAs(StrEnum):
     INSPECT = "inspect"
 
 
-Recipe = Annotated[Path, typer.Argument(help="The recipe: one Python file.")]
+_RECIPE = "The recipe: a Python file, or a folder with recipe.py."
+Recipe = Annotated[Path, typer.Argument(help=_RECIPE)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Configuration values, e.g. gconfig.n_samples=4.", metavar="KEY=VALUE"),
@@ -83,17 +107,22 @@ Config = Annotated[
 ]
 Run = Annotated[
     Path | None,
-    typer.Option("--run", help="Run folder; default: that of the newest active run in ./runs."),
+    typer.Option(
+        "--run",
+        help="Run folder, or TRIAL or EXPERIMENT/TRIAL of one in ./runs; default: that of the "
+        "newest active run there.",
+    ),
 ]
 _NEWEST = (
     "default: that of the newest active run in ./runs or, if none is active, of the newest run."
 )
-AnyRun = Annotated[Path | None, typer.Option("--run", help=f"Run folder; {_NEWEST}")]
+_NAMED = "Run folder, or TRIAL or EXPERIMENT/TRIAL of one in ./runs"
+AnyRun = Annotated[Path | None, typer.Option("--run", help=f"{_NAMED}; {_NEWEST}")]
 RolloutsOf = Annotated[
     str,
     typer.Option(
         "--run",
-        help="Run folder, or the URL of a run's kept rollouts in an object store, "
+        help=f"{_NAMED}, or the URL of a run's kept rollouts in an object store, "
         f"s3://bucket/prefix-rollouts; {_NEWEST}",
     ),
 ]
@@ -108,12 +137,8 @@ Endpoint = Annotated[
     typer.Option(help="host:port of a remote weight-sync service; set AREAL_TOKEN to its token."),
 ]
 
-BufferEndpoint = Annotated[
-    str,
-    typer.Option(
-        "--endpoint", help="host:port of a remote buffer service; set AREAL_TOKEN to its token."
-    ),
-]
+_OF_BUFFER = "host:port of a remote buffer service; set AREAL_TOKEN to its token."
+BufferEndpoint = Annotated[str, typer.Option("--endpoint", help=_OF_BUFFER)]
 
 
 @app.command()
@@ -152,6 +177,19 @@ def run(
     return run_on(
         on, recipe, config, chosen, as_json=json, keep=keep, accept_changes=accept_changes
     )
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new folder; its name is the experiment's.")],
+    kind: Annotated[
+        str, typer.Option(help="rlvr, multi-turn, tool, agent, sft, own-loss.")
+    ] = "rlvr",
+) -> int:
+    """Write a recipe to start from: a folder with recipe.py and recipe.yaml."""
+    from areal_launch.commands.init import write_recipe
+
+    return write_recipe(folder, kind)
 
 
 @app.command("eval")
@@ -252,7 +290,7 @@ def up(
 
 @app.command()
 def config(
-    recipe: Annotated[Path | None, typer.Argument(help="The recipe: one Python file.")] = None,
+    recipe: Annotated[Path | None, typer.Argument(help=_RECIPE)] = None,
     overrides: Overrides = None,
     config: Config = None,
     from_areal: Annotated[
