@@ -81,6 +81,8 @@ class FSDPEngine(TrainEngine):
         self._pending_save: Future[None] | None = None
         self._stager: Any = None
         self._attached: dict[str, FSDPEngine] = {}
+        self.taken: list[dict[str, float]] | None = None
+        """The statistics of each optimizer step, if someone set a list to collect them."""
 
     # -- life cycle ----------------------------------------------------------------------------
 
@@ -222,7 +224,10 @@ class FSDPEngine(TrainEngine):
         self.step.accumulate(batch, loss_fn, loss_weight_fn, head or LogprobHead())
 
     def apply(self) -> dict[str, float]:
-        return self.step.apply()
+        stats = self.step.apply()
+        if self.taken is not None:
+            self.taken.append(stats)
+        return stats
 
     def read(self, batch: Batch, head: Head | None = None) -> tuple[Tensor, Tensor]:
         return self.step.read(batch, head or LogprobHead())
