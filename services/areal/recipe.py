@@ -19,6 +19,7 @@ from areal.config.experiment import BaseExperimentConfig
 from areal.errors import InvalidInput, did_you_mean, nearest
 
 _ATTRIBUTE = "__areal_recipe__"
+_PREFIX = "areal_recipe_"
 
 ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
 
@@ -76,7 +77,7 @@ def load_recipe(source: bytes, file_name: str = "recipe.py") -> ModuleType:
     except (SyntaxError, ValueError) as error:
         where = f"{file_name}:{getattr(error, 'lineno', None) or 1}"
         raise InvalidInput(f"recipe {where}: {getattr(error, 'msg', error)}") from None
-    module = ModuleType(f"areal_recipe_{recipe.digest[:16]}")
+    module = ModuleType(f"{_PREFIX}{recipe.digest[:16]}")
     module.__file__ = file_name
     setattr(module, _ATTRIBUTE, recipe)
     # Dataclasses and type hints look their module up by name; tracebacks look up source lines.
@@ -91,9 +92,14 @@ def load_recipe(source: bytes, file_name: str = "recipe.py") -> ModuleType:
     return module
 
 
+def forget_recipe(module: ModuleType) -> None:
+    """Drops a loaded recipe from the interpreter's tables of modules."""
+    recipe_folder.forget(module.__name__.partition(".")[0])
+
+
 def _load_folder(recipe: Recipe) -> ModuleType:
     """Imports recipe.py of a packed folder as a module of a package of its own."""
-    package = f"areal_recipe_{recipe.digest[:16]}"
+    package = f"{_PREFIX}{recipe.digest[:16]}"
     shown = recipe.file_name
     if shown.endswith(".py"):  # a packed file, as Kubernetes mounts it
         shown = str(Path(shown).parent)
@@ -103,7 +109,7 @@ def _load_folder(recipe: Recipe) -> ModuleType:
     try:
         return importlib.import_module(f"{package}.recipe")
     except (Exception, SystemExit) as error:
-        files.remove()
+        recipe_folder.forget(package)
         beside = [each.stem for each in folder.glob("*.py")]
         if isinstance(error, ModuleNotFoundError) and error.name in beside:
             error.msg = f"{error.msg} (a file of the recipe: from . import {error.name})"
@@ -141,7 +147,7 @@ def find_config_class(module: ModuleType, default: type[ConfigT]) -> type[Config
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, BaseExperimentConfig)
-        and _same_recipe(sys.modules.get(value.__module__), module)
+        and _same_recipe(value.__module__, module.__name__)
     ]
     leaves = [c for c in own if not any(o is not c and issubclass(o, c) for o in own)]
     if len(leaves) > 1:
@@ -156,11 +162,10 @@ def find_config_class(module: ModuleType, default: type[ConfigT]) -> type[Config
     return cast("type[ConfigT]", leaves[0])
 
 
-def _same_recipe(one: ModuleType | None, other: ModuleType) -> bool:
-    if one is None or one is other:
-        return one is other
-    recipe = getattr(one, _ATTRIBUTE, None)
-    return recipe is not None and recipe is getattr(other, _ATTRIBUTE, None)
+def _same_recipe(one: str, other: str) -> bool:
+    """Whether two modules are one, or are of one folder."""
+    package = one.partition(".")[0]
+    return one == other or (package.startswith(_PREFIX) and package == other.partition(".")[0])
 
 
 def reference(part: Any) -> str:
@@ -169,7 +174,7 @@ def reference(part: Any) -> str:
     That of a helper module of a folder begins with the module: `helpers.math:score`.
     """
     package, _, inner = part.__module__.partition(".")
-    if package.startswith("areal_recipe_") and inner not in ("", "recipe"):
+    if package.startswith(_PREFIX) and inner not in ("", "recipe"):
         return f"{inner}:{part.__qualname__}"
     return str(part.__qualname__)
 

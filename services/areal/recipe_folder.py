@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, Unavailable
 
 ENTRY = "recipe.py"
 _MARK = b"\n# areal recipe folder: the zip of its other files, in base64\n"
@@ -35,7 +35,10 @@ MAX_BYTES = 1024 * 1024
 """Of the packed recipe; BufferService takes no more."""
 _MAX_UNPACKED = 16 * MAX_BYTES
 _MAX_FILES = 500
-_DAMAGED = (ValueError, KeyError, OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
+_DAMAGED = (
+    *(ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile),
+    *(FileExistsError, NotADirectoryError, IsADirectoryError),
+)
 _LEFT_OUT = frozenset({"__pycache__", "runs"})
 
 
@@ -106,27 +109,48 @@ def unpack(source: bytes, digest: str) -> Path:
 
     Raises:
         InvalidInput: What is packed is damaged, too large, or would be written elsewhere.
+        Unavailable: This machine has no place for it.
     """
-    root = Path(tempfile.gettempdir()) / f"areal-recipes-{os.getuid()}"
-    root.mkdir(mode=0o700, exist_ok=True)
-    state = root.lstat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o077 or root.is_symlink():
-        raise InvalidInput(f"{str(root)!r}: expected a folder that only this user can write")
-    target = root / digest[:32]
-    if not (target / ENTRY).is_file():
-        fresh = Path(tempfile.mkdtemp(dir=root))
-        try:
-            _extract(source.partition(_MARK)[2], fresh)
-        except _DAMAGED as error:
-            shutil.rmtree(fresh, ignore_errors=True)
-            raise InvalidInput(f"recipe {digest[:16]}: its folder is damaged: {error}") from None
-        try:
-            fresh.replace(target)
-        except OSError:  # another process was faster
-            shutil.rmtree(fresh, ignore_errors=True)
-            if not (target / ENTRY).is_file():
-                raise
+    try:
+        root = Path(tempfile.gettempdir()) / f"areal-recipes-{os.getuid()}"
+        root.mkdir(mode=0o700, exist_ok=True)
+        state = root.lstat()
+        if state.st_uid != os.getuid() or state.st_mode & 0o077 or root.is_symlink():
+            raise InvalidInput(f"{str(root)!r}: expected a folder that only this user can write")
+        target = root / digest[:32]
+        if not (target / ENTRY).is_file():
+            _unpack_once(source, root, target)
+    except OSError as error:  # no room, say: of this machine, not of the recipe
+        raise Unavailable(f"recipe {digest[:16]}: its folder cannot be unpacked: {error}") from None
     return target
+
+
+def _unpack_once(source: bytes, root: Path, target: Path) -> None:
+    fresh = Path(tempfile.mkdtemp(dir=root))
+    try:
+        _extract(source.partition(_MARK)[2], fresh)
+        if not (fresh / ENTRY).is_file():
+            raise ValueError(f"it has no {ENTRY}")
+        fresh.replace(target)
+    except _DAMAGED as error:
+        if not (target / ENTRY).is_file():
+            raise InvalidInput(
+                f"recipe {target.name[:16]}: its folder is damaged: {error}"
+            ) from None
+    except OSError:
+        if not (target / ENTRY).is_file():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def forget(package: str) -> None:
+    """Drops a package that `Files` has made importable; nothing happens if there is none."""
+    for each in [f for f in sys.meta_path if isinstance(f, Files)]:
+        if each.package == package:
+            sys.meta_path.remove(each)
+    for name in [n for n in sys.modules if n.split(".")[0] == package]:
+        del sys.modules[name]
 
 
 def _extract(comments: bytes, folder: Path) -> None:
@@ -154,12 +178,12 @@ class Files(importlib.abc.MetaPathFinder):
 
     def __init__(self, package: str, folder: Path, shown: str, mark: tuple[str, object]) -> None:
         """`shown`: the author's name of the folder. `mark`: an attribute of each module."""
-        self._package, self._folder, self._shown, self._mark = package, folder, shown, mark
+        self.package, self._folder, self._shown, self._mark = package, folder, shown, mark
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._package and not name.startswith(self._package + "."):
+        if name != self.package and not name.startswith(self.package + "."):
             return None
         place = self._folder.joinpath(*name.split(".")[1:])
         if place.is_dir():
@@ -183,16 +207,8 @@ class Files(importlib.abc.MetaPathFinder):
 
     def install(self) -> None:
         """Makes the package importable, afresh if it was before."""
-        self.remove()
+        forget(self.package)
         sys.meta_path.insert(0, self)  # before the finder that would read the copy by itself
-
-    def remove(self) -> None:
-        """Forgets the package."""
-        for each in [f for f in sys.meta_path if isinstance(f, Files)]:
-            if each._package == self._package:
-                sys.meta_path.remove(each)
-        for name in [n for n in sys.modules if n.split(".")[0] == self._package]:
-            del sys.modules[name]
 
 
 class _Empty(importlib.abc.Loader):

@@ -16,8 +16,15 @@ from hypothesis import strategies as st
 
 from areal import recipe_folder
 from areal.config.experiment import GRPOConfig
-from areal.errors import InvalidInput
-from areal.recipe import Recipe, find_config_class, find_function, function_reference, load_recipe
+from areal.errors import InvalidInput, Unavailable
+from areal.recipe import (
+    Recipe,
+    find_config_class,
+    find_function,
+    forget_recipe,
+    function_reference,
+    load_recipe,
+)
 from areal.workflows.specs import build_workflow, describe_workflow, recipe_of
 from areal_launch.commands.stack import read_experiment
 from areal_trainer.recipe_fault import fault_of_recipe
@@ -202,6 +209,28 @@ def test_load_when_a_strangers_folder_is_damaged_then_refused_and_nothing_is_out
     with pytest.raises(InvalidInput, match="its folder is damaged"):
         load_recipe(source, "strange.py")
     assert not list(tmp_path.rglob("outside.py"))
+
+
+def test_forget_when_a_recipe_was_loaded_then_nothing_of_it_is_left(tmp_path) -> None:
+    recipe = Recipe.read(written(tmp_path / "mine"))
+    finders = list(sys.meta_path)
+    module = load_recipe(recipe.source, recipe.file_name)
+    forget_recipe(module)
+    assert sys.meta_path == finders
+    assert not [name for name in sys.modules if recipe.digest[:16] in name]
+
+
+def test_unpack_when_there_is_no_place_then_it_is_this_machines_fault(tmp_path) -> None:
+    source = Recipe.read(written(tmp_path / "mine")).source
+    place = tmp_path / f"areal-recipes-{os.getuid()}"
+    place.write_text("a file")
+    with pytest.raises(Unavailable, match="cannot be unpacked"):
+        load_recipe(source, "mine")
+    place.unlink()
+    place.mkdir(mode=0o777)
+    place.chmod(0o777)
+    with pytest.raises(InvalidInput, match="only this user can write"):
+        load_recipe(source, "mine")
 
 
 @given(place=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
