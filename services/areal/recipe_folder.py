@@ -25,7 +25,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from areal.errors import InvalidInput, Unavailable
 
@@ -224,14 +224,15 @@ class _Source(importlib.machinery.SourceFileLoader):
         super().__init__(name, file)
         self._shown, self._mark = shown, mark
 
-    def get_code(self, fullname: str) -> object:  # type: ignore[override]
+    def get_code(self, fullname: str) -> CodeType:
         """Compiles under the name that the author knows; writes no bytecode."""
         import linecache
 
         source = self.get_data(self.path)
         lines = source.decode(errors="replace").splitlines(keepends=True)
         linecache.cache[self._shown] = (len(source), None, lines, self._shown)
-        return compile(source, self._shown, "exec", dont_inherit=True)
+        code: CodeType = compile(source, self._shown, "exec", dont_inherit=True)
+        return code
 
     def exec_module(self, module: ModuleType) -> None:
         setattr(module, *self._mark)

@@ -114,7 +114,9 @@ class Formula:
         return result
 
     def _bind(self, offered: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        kinds, arguments, named = inspect.Parameter, [], {}
+        kinds = inspect.Parameter
+        arguments: list[Any] = []
+        named: dict[str, Any] = {}
         for each in self._parameters:
             if each.kind is kinds.VAR_POSITIONAL or each.name in self._fixed:
                 continue
@@ -143,8 +145,8 @@ class Formula:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is ours
         code = getattr(self.plain, "__code__", None)
         own = [each for each in frames if code is not None and each.filename == code.co_filename]
-        place = (own or frames or [None])[-1]
-        return f" ({place.filename}:{place.lineno})" if place is not None else ""
+        found = own or frames
+        return f" ({found[-1].filename}:{found[-1].lineno})" if found else ""
 
     # -- what comes back -----------------------------------------------------------------------
 
@@ -158,7 +160,8 @@ class Formula:
         """
         import torch
 
-        losses, stats = result, {}
+        losses: Any = result
+        stats: Any = {}
         if isinstance(result, tuple) and len(result) == 2:
             losses, stats = result
         shape = tuple(policy_logprobs.shape)

@@ -158,7 +158,7 @@ class PPOActor:
                 bootstrap_values=batch.get("bootstrap_values"),
             )
         else:
-            given = {"rewards": scores, "token_rewards": rewards}
+            given: dict[str, Any] = {"rewards": scores, "token_rewards": rewards}
             given["reduce_stats"] = self.engine.reduce_stats
             found = own.token_advantages(own({**batch, **given}), batch)
             values = torch.where(mask, batch["values"], 0.0) if "values" in batch else 0.0

@@ -415,7 +415,7 @@ class TrainerSession(Ranks):
             for name, value in trajectory.reward_parts.items():
                 total = mine.setdefault(name, [0.0, 0.0])
                 total[0], total[1] = total[0] + value, total[1] + 1
-        own = [[float(each.reward) for each in trajectories], mine]
+        own: Any = [[float(each.reward) for each in trajectories], mine]
         rewards: list[float] = []
         sums: dict[str, list[float]] = {}
         for there, parts in [own] if self.world_size == 1 else gather_json(own):
