@@ -279,7 +279,7 @@ def test_advantages_when_the_kl_penalty_would_be_lost_then_refused():
 
 
 def test_loss_constants_when_the_loss_has_no_such_one_then_names_it():
-    with pytest.raises(ConfigError, match=r"'tau'.*sapo; did you mean 'tau_"):
+    with pytest.raises(ConfigError, match=r"'tau'.*sapo; expected one of tau_negative, tau_pos"):
         PPOActor(PPOActorConfig(loss_type="sapo", loss_constants={"tau": 1.0}), NoEngine())
     with pytest.raises(ConfigError, match="ppo has no constants of its own"):
         PPOActor(PPOActorConfig(loss_constants={"tau_positive": 1.0}), NoEngine())
