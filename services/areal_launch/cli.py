@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from enum import StrEnum
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,22 @@ import typer
 from typer.core import TyperGroup
 
 from areal.errors import ArealError, InvalidInput
+from areal_launch.arguments import (
+    RECIPE_HELP,
+    AcceptChanges,
+    AnyRun,
+    Config,
+    ExportAs,
+    Json,
+    On,
+    Overrides,
+    Recipe,
+    RolloutsOf,
+    Run,
+    RunsOn,
+)
+from areal_launch.subcommands import dead_letters, versions
+from areal_launch.utf8 import restart_in_utf8
 
 
 class _Commands(TyperGroup):
@@ -64,81 +80,8 @@ def _options(version: Version = False) -> None:
     del version
 
 
-dead_letters = typer.Typer(
-    no_args_is_help=True, help="Show, retry, or drop tasks that failed permanently."
-)
 app.add_typer(dead_letters, name="dead-letters")
-versions = typer.Typer(
-    no_args_is_help=True, help="Show published policy versions, or export a checkpoint."
-)
 app.add_typer(versions, name="versions")
-
-
-class RunsOn(StrEnum):
-    """Where `areal run` starts the processes of a run."""
-
-    LOCAL = "local"
-    SLURM = "slurm"
-    RAY = "ray"
-    KUBERNETES = "kubernetes"
-
-
-class ExportAs(StrEnum):
-    """Formats in which `areal export` writes kept trajectories."""
-
-    ROWS = "rows"
-    SFT = "sft"
-    PREFERENCES = "preferences"
-    INSPECT = "inspect"
-
-
-_RECIPE = "The recipe: a Python file, or a folder with recipe.py."
-Recipe = Annotated[Path, typer.Argument(help=_RECIPE)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Configuration values, e.g. gconfig.n_samples=4.", metavar="KEY=VALUE"),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help="Experiment file; default: the recipe's path with suffix .yaml, if it exists.",
-    ),
-]
-Run = Annotated[
-    Path | None,
-    typer.Option(
-        "--run",
-        help="Run folder, or TRIAL or EXPERIMENT/TRIAL of one in ./runs; default: that of the "
-        "newest active run there.",
-    ),
-]
-_NEWEST = (
-    "default: that of the newest active run in ./runs or, if none is active, of the newest run."
-)
-_NAMED = "Run folder, or TRIAL or EXPERIMENT/TRIAL of one in ./runs"
-AnyRun = Annotated[Path | None, typer.Option("--run", help=f"{_NAMED}; {_NEWEST}")]
-RolloutsOf = Annotated[
-    str,
-    typer.Option(
-        "--run",
-        help=f"{_NAMED}, or the URL of a run's kept rollouts in an object store, "
-        f"s3://bucket/prefix-rollouts; {_NEWEST}",
-    ),
-]
-AcceptChanges = Annotated[
-    bool,
-    typer.Option("--accept-changes", help="Continue a trial whose configuration has changed."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
-On = Annotated[RunsOn, typer.Option("--on", help="Where to start the run's processes.")]
-Endpoint = Annotated[
-    str,
-    typer.Option(help="host:port of a remote weight-sync service; set AREAL_TOKEN to its token."),
-]
-
-_OF_BUFFER = "host:port of a remote buffer service; set AREAL_TOKEN to its token."
-BufferEndpoint = Annotated[str, typer.Option("--endpoint", help=_OF_BUFFER)]
 
 
 @app.command()
@@ -167,6 +110,7 @@ def run(
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.run import run_on
+    from areal_launch.view.output import lasting_output
 
     recipe, chosen = find_recipe(recipe, overrides or [])
     if dry_run:
@@ -174,9 +118,10 @@ def run(
 
         typer.echo(describe_run(on, recipe, config, chosen))
         return 0
-    return run_on(
-        on, recipe, config, chosen, as_json=json, keep=keep, accept_changes=accept_changes
-    )
+    with lasting_output():
+        return run_on(
+            on, recipe, config, chosen, as_json=json, keep=keep, accept_changes=accept_changes
+        )
 
 
 @app.command()
@@ -206,17 +151,19 @@ def evaluate(
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.run import run_on
+    from areal_launch.view.output import lasting_output
 
     recipe, chosen = find_recipe(Path("trainer.type=null"), overrides or [])
-    return run_on(
-        RunsOn.LOCAL,
-        recipe,
-        config,
-        chosen,
-        as_json=json,
-        keep=False,
-        accept_changes=accept_changes,
-    )
+    with lasting_output():
+        return run_on(
+            RunsOn.LOCAL,
+            recipe,
+            config,
+            chosen,
+            as_json=json,
+            keep=False,
+            accept_changes=accept_changes,
+        )
 
 
 @app.command()
@@ -244,8 +191,10 @@ def serve(
     run `make sglang-gpu` first, or set stack.inference_command.
     """
     from areal_launch.commands.serve import serve_model
+    from areal_launch.view.output import lasting_output
 
-    return serve_model(model, overrides or [], servers=servers, port=port, gpus=gpus)
+    with lasting_output():
+        return serve_model(model, overrides or [], servers=servers, port=port, gpus=gpus)
 
 
 @app.command()
@@ -267,7 +216,7 @@ def up(
     from areal_launch.commands.stack import resolve_up, run_detached, run_foreground
     from areal_launch.doctor.gpus import refuse_unusable
     from areal_launch.doctor.settle import settle_here
-    from areal_launch.view.output import say
+    from areal_launch.view.output import lasting_output, say
 
     resolved = resolve_up(recipe, config, overrides or [])
     settled = settle_here(resolved.config, resolved.source, with_trainer=False)
@@ -275,13 +224,14 @@ def up(
         say(settled.why)
     refuse_unusable(resolved.config, with_trainer=False)
     if not detach:
-        return run_foreground(
-            resolved,
-            with_trainer=False,
-            ready_fd=ready_fd,
-            accept_changes=accept_changes,
-            cluster=Cluster(settled.servers_part),
-        )
+        with lasting_output():
+            return run_foreground(
+                resolved,
+                with_trainer=False,
+                ready_fd=ready_fd,
+                accept_changes=accept_changes,
+                cluster=Cluster(settled.servers_part),
+            )
     arguments = [*(overrides or [])]
     for option, value in (("--config", config), ("--recipe", recipe)):
         arguments += [option, str(value)] if value is not None else []
@@ -290,7 +240,7 @@ def up(
 
 @app.command()
 def config(
-    recipe: Annotated[Path | None, typer.Argument(help=_RECIPE)] = None,
+    recipe: Annotated[Path | None, typer.Argument(help=RECIPE_HELP)] = None,
     overrides: Overrides = None,
     config: Config = None,
     from_areal: Annotated[
@@ -508,86 +458,12 @@ def export(
     return export_rollouts(run, to, kind.value, first, last)
 
 
-@dead_letters.command("list")
-def dead_letters_list(
-    run: AnyRun = None,
-    endpoint: BufferEndpoint = "",
-    limit: Annotated[int, typer.Option(help="Maximum number of tasks to list.")] = 20,
-    json: Json = False,
-) -> int:
-    """Show tasks that failed permanently, newest first, with cause and traceback."""
-    from areal_launch.commands.dead_letters import list_dead_letters
-
-    return list_dead_letters(run, limit, as_json=json, endpoint=endpoint)
-
-
-@dead_letters.command("retry")
-def dead_letters_retry(
-    task_ids: Annotated[
-        list[str] | None, typer.Argument(help="Ids of the tasks; default: all.")
-    ] = None,
-    run: Run = None,
-    endpoint: BufferEndpoint = "",
-    json: Json = False,
-) -> int:
-    """Queue tasks again; each gets its full number of attempts."""
-    from areal_launch.commands.dead_letters import retry_dead_letters
-
-    return retry_dead_letters(run, task_ids or [], as_json=json, endpoint=endpoint)
-
-
-@dead_letters.command("drop")
-def dead_letters_drop(
-    task_ids: Annotated[list[str] | None, typer.Argument(help="Task ids, or --all.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Drop all dead letters.")] = False,
-    run: Run = None,
-    endpoint: BufferEndpoint = "",
-    json: Json = False,
-) -> int:
-    """Remove tasks from the list of dead letters; the counters still include them."""
-    from areal_launch.commands.dead_letters import drop_dead_letters
-
-    return drop_dead_letters(
-        run, task_ids or [], everything=everything, as_json=json, endpoint=endpoint
-    )
-
-
-@versions.command("list")
-def versions_list(run: AnyRun = None, endpoint: Endpoint = "", json: Json = False) -> int:
-    """Show the stored versions, oldest first."""
-    from areal_launch.commands.versions import list_versions
-
-    return list_versions(run, endpoint=endpoint, as_json=json)
-
-
-@versions.command("show")
-def versions_show(
-    version: Annotated[
-        int, typer.Argument(help="Policy version, which is the number of finished train steps.")
-    ],
-    run: AnyRun = None,
-    endpoint: Endpoint = "",
-) -> int:
-    """Show one version's files, tensors, and digests as JSON."""
-    from areal_launch.commands.versions import show_version
-
-    return show_version(run, version, endpoint=endpoint)
-
-
-@versions.command("export")
-def versions_export(
-    which: Annotated[str, typer.Argument(help="best, latest, or the step of a checkpoint.")],
-    to: Annotated[Path, typer.Option(help="Folder to create.")],
-    run: AnyRun = None,
-) -> int:
-    """Write a checkpoint as a Hugging Face folder with tokenizer and model card."""
-    from areal_launch.commands.versions import export_version
-
-    return export_version(run, which, to)
-
-
 def main() -> None:
     """Entry point of the console script."""
+    restart_in_utf8()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what a model wrote may hold half a surrogate pair
+            stream.reconfigure(errors="backslashreplace")
     # A shell's `&`, nohup and many CI systems start programs with SIGINT ignored, and Python keeps
     # it ignored. An interrupt sent to this process is intended, so handle it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

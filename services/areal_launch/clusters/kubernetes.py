@@ -167,9 +167,9 @@ class Release:
                 raise ConfigError(f"stack.kubernetes.values {file!r}: no such file")
         self._folder.mkdir(parents=True, exist_ok=True)
         values = self._folder / "allocation-values.yaml"
-        values.write_text(yaml.safe_dump(allocation_values(self.config)))
+        values.write_text(yaml.safe_dump(allocation_values(self.config)), "utf-8")
         experiment = self._folder / "experiment.yaml"
-        experiment.write_text(experiment_to_send(self.config))
+        experiment.write_text(experiment_to_send(self.config), "utf-8")
         recipe = Path(self.config.recipe)
         if recipe.is_dir():
             source = Recipe.read(recipe).source

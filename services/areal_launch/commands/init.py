@@ -40,7 +40,7 @@ def write_recipe(folder: Path, kind: str) -> int:
         raise InvalidInput(f"{str(folder)!r}: exists already: expected a new or an empty folder")
     example = KINDS[kind]
     texts = {
-        f"recipe{suffix}": find_example(f"{example}{suffix}").read_text()
+        f"recipe{suffix}": find_example(f"{example}{suffix}").read_text("utf-8")
         for suffix in (".py", ".yaml")
     }
     settings = re.sub(r"(?m)^experiment_name:.*$", f"experiment_name: {name}", texts["recipe.yaml"])
@@ -49,7 +49,7 @@ def write_recipe(folder: Path, kind: str) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
-            (folder / file).write_text(text)
+            (folder / file).write_text(text, "utf-8")
     except OSError as error:
         raise InvalidInput(f"{str(folder)!r}: {error.strerror}") from None
     say(f"{folder / 'recipe.py'}\n{folder / 'recipe.yaml'}")
