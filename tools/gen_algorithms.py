@@ -49,15 +49,17 @@ def soft_wall(policy_logprobs, proximal_logprobs, advantages, *, width, pull):
     beyond = ((ratio - 1).abs() - width).clamp(min=0)
     return -advantages * ratio + pull * beyond**2, {"my/beyond": beyond > 0}
 
+
 def against_the_mean(rewards, group_index):
     sums = rewards.new_zeros(len(rewards)).index_add(0, group_index, rewards)
     return rewards - (sums / group_index.bincount(minlength=len(rewards)))[group_index]
 
-loss = partial(soft_wall, width=config.width, pull=config.pull)   # keys of the recipe's Config
+
+loss = partial(soft_wall, width=config.width, pull=config.pull)  # keys of the recipe's Config
 actor = FSDPPPOActor(config.actor, loss=loss, advantages=against_the_mean)
-actor.compute_advantages(batch)             # or per call: compute_advantages(batch, other)
-actor.record({"my/number": 1.0})            # into the step's row, the tracker and the views
-actor.ppo_update(batch)                     # or per call: ppo_update(batch, other_loss)
+actor.compute_advantages(batch)  # or per call: compute_advantages(batch, other)
+actor.record({"my/number": 1.0})  # into the step's row, the tracker and the views
+actor.ppo_update(batch)  # or per call: ppo_update(batch, other_loss)
 ```
 
 A function gets the tensors that its parameters name; other parameters are constants, which a
