@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 from tests.plugins.costs import Costs
 from tests.plugins.order import Order, commit
 from tests.plugins.process_marker import ProcessMarker
@@ -30,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # How fast inputs are made is a busy machine's matter: no test measures speed.
+    settings.register_profile("areal", suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("areal")
     in_worker = "PYTEST_XDIST_WORKER" in os.environ
     share, seconds = config.getoption("--share"), config.getoption("--share-seconds")
     plugins: list[object] = [ProcessMarker(), Order(share, seconds, longest_first=in_worker)]

@@ -65,6 +65,7 @@ MINIATURES = {
     "openai_agents_sdk": f"{_AGENTS}[openai_agents_sdk]",
     "outside_agents": f"{_INTEGRATION}/test_online_recipe.py::test_outside_agents_when_they_play_"
     "beside_the_run_then_it_trains",
+    "own_loss": f"{_LOOPS}::test_own_loss_when_run_in_miniature_then_its_numbers_are_in_the_rows",
     "ppo_critic": f"{_LOOPS}::test_ppo_critic_when_run_in_miniature_then_the_critic_warms_up_"
     "alone_and_resumes",
     "reasoning_gym": f"{_SEEING}::test_reasoning_gym_when_run_then_easy_questions_come_first",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal.config.losses import LOSSES
 from areal.config.presets import PRESETS
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "algorithms.md"
@@ -34,6 +35,60 @@ the loss is a mean over the tokens of the whole batch, no matter how the batch i
 micro-batches and among ranks. With one minibatch (`actor.ppo_n_minibatches=1`), r is 1, so PPO's
 clip and SAPO's gate have no effect. The presets then differ only in the advantage, in how the loss
 is averaged, and in the weight π_proximal/π_behavior.
+"""
+
+
+OWN = """\
+## Your own loss and advantages
+
+A recipe can bring both ([example](../examples/own_loss.py)):
+
+```python
+def soft_wall(policy_logprobs, proximal_logprobs, advantages, *, width, pull):
+    ratio = (policy_logprobs - proximal_logprobs).exp()
+    beyond = ((ratio - 1).abs() - width).clamp(min=0)
+    return -advantages * ratio + pull * beyond**2, {"my/beyond": beyond > 0}
+
+
+def against_the_mean(rewards, group_index):
+    sums = rewards.new_zeros(len(rewards)).index_add(0, group_index, rewards)
+    return rewards - (sums / group_index.bincount(minlength=len(rewards)))[group_index]
+
+
+loss = partial(soft_wall, width=config.width, pull=config.pull)  # keys of the recipe's Config
+actor = FSDPPPOActor(config.actor, loss=loss, advantages=against_the_mean)
+actor.compute_advantages(batch)  # or per call: compute_advantages(batch, other)
+actor.record({"my/number": 1.0})  # into the step's row, the tracker and the views
+actor.ppo_update(batch)  # or per call: ppo_update(batch, other_loss)
+```
+
+A function gets the tensors that its parameters name; other parameters are constants, which a
+default or `functools.partial` sets.
+
+- A **loss** returns the loss of each token, [T], or that and a dict of statistics, [T] each, whose
+  means are in the step's row (a name that ends in `_max`: the maximum). It may take
+  `policy_logprobs` (the only one with gradient), `proximal_logprobs` (what the ratio is relative
+  to), `behavior_logprobs`, `advantages`, `entropies`, `loss_mask`, `cu_seqlens` and any other key
+  of the batch; `eps_clip`, `eps_clip_higher` and `c_clip` are the keys of `actor`. The trainer
+  multiplies by the weight of stale tokens, applies `loss_aggregation`, adds the KL and entropy
+  terms, clips the gradient, and replays failed steps, as for a built-in loss. The same formula
+  learns to the bit as the built-in one. Values off `loss_mask` do not count.
+- **Advantages** take the place of `reward_norm` and GAE. The function returns one number per
+  sequence, [S], or per token, [T]. It may take `rewards` (float64 [S], after penalties, scaling and
+  clipping), `token_rewards` (float64 [T], the same on tokens, less the KL penalty of
+  `actor.kl_ctl`), `group_index`, `values`, `reduce_stats` (adds up over ranks) and any other key of
+  the batch. `actor.adv_norm` still applies; the presets turn it off or on (table above).
+- **Keys of the batch**: a recipe may add its own, [T, ...], or [S, ...] under a name that begins
+  with `sequence_`. They follow the tokens into minibatches and micro-batches.
+- **A head** computes logprobs and entropies: `FSDPPPOActor(config.actor, head=my_head)`, see
+  `areal.engines.model.heads`. For a loss that is no policy loss at all, call
+  `actor.engine.train_batch(batch, loss_fn, head=my_head)`; its statistics are in the row, too.
+
+A loss that returns another shape, has no gradient or raises ends the run with one line that names
+its file and line; one that is not finite ends it as any diverged training does.
+
+Built-in losses have the same form (`services/areal/algorithms/losses.py`). Constants that only one
+of them has are set by `actor.loss_constants={tau_negative: 1.1}`:
 """
 
 
@@ -268,6 +323,16 @@ def page() -> str:
             keys.append(f"`actor.overlong_tokens` = {share} of `gconfig.max_new_tokens`")
         formula = preset.formula.replace("|", "\\|")
         lines.append(f"| `{name}` ({title}) | {', '.join(keys)} | {formula} | {preset.note} |")
+    lines += [
+        "",
+        OWN.rstrip(),
+        "",
+        "| `actor.loss_type` | | `actor.loss_constants` |",
+        "|---|---|---|",
+    ]
+    for name, loss in LOSSES.items():
+        constants = ", ".join(f"`{key}` = {value}" for key, value in loss.constants.items())
+        lines.append(f"| `{name}` | {loss.meaning} | {constants} |")
     lines += [
         "",
         "## How they were checked",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from enum import StrEnum
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,21 @@ from typer.core import TyperGroup
 
 from areal.errors import ArealError, InvalidInput
 from areal.security import redact
+from areal_launch.arguments import (
+    RECIPE_HELP,
+    AcceptChanges,
+    AnyRun,
+    Config,
+    ExportAs,
+    Json,
+    On,
+    Overrides,
+    Recipe,
+    RolloutsOf,
+    Run,
+    RunsOn,
+)
+from areal_launch.subcommands import dead_letters, versions
 from areal_launch.utf8 import restart_in_utf8
 from areal_launch.view.output import warn
 
@@ -40,84 +54,36 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Asynchronous reinforcement learning for language models.",
 )
-dead_letters = typer.Typer(
-    no_args_is_help=True, help="Show, retry, or drop tasks that failed permanently."
-)
-app.add_typer(dead_letters, name="dead-letters")
-versions = typer.Typer(
-    no_args_is_help=True, help="Show published policy versions, or export a checkpoint."
-)
-app.add_typer(versions, name="versions")
 
 
-class RunsOn(StrEnum):
-    """Where `areal run` starts the processes of a run."""
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from areal_launch.commands.version import version_line
 
-    LOCAL = "local"
-    SLURM = "slurm"
-    RAY = "ray"
-    KUBERNETES = "kubernetes"
-
-
-class ExportAs(StrEnum):
-    """Formats in which `areal export` writes kept trajectories."""
-
-    ROWS = "rows"
-    SFT = "sft"
-    PREFERENCES = "preferences"
-    INSPECT = "inspect"
+        typer.echo(version_line())
+        raise typer.Exit
 
 
-Recipe = Annotated[Path, typer.Argument(help="The recipe: one Python file.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Configuration values, e.g. gconfig.n_samples=4.", metavar="KEY=VALUE"),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help="Experiment file; default: the recipe's path with suffix .yaml, if it exists.",
-    ),
-]
-Run = Annotated[
-    Path | None,
-    typer.Option("--run", help="Run folder; default: that of the newest active run in ./runs."),
-]
-_NEWEST = (
-    "default: that of the newest active run in ./runs or, if none is active, of the newest run."
-)
-AnyRun = Annotated[Path | None, typer.Option("--run", help=f"Run folder; {_NEWEST}")]
-RolloutsOf = Annotated[
-    str,
-    typer.Option(
-        "--run",
-        help="Run folder, or the URL of a run's kept rollouts in an object store, "
-        f"s3://bucket/prefix-rollouts; {_NEWEST}",
-    ),
-]
-AcceptChanges = Annotated[
+Version = Annotated[
     bool,
-    typer.Option("--accept-changes", help="Continue a trial whose configuration has changed."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
-On = Annotated[RunsOn, typer.Option("--on", help="Where to start the run's processes.")]
-Endpoint = Annotated[
-    str,
-    typer.Option(help="host:port of a remote weight-sync service; set AREAL_TOKEN to its token."),
-]
-
-BufferEndpoint = Annotated[
-    str,
     typer.Option(
-        "--endpoint", help="host:port of a remote buffer service; set AREAL_TOKEN to its token."
+        "--version", is_eager=True, callback=_show_version, help="Print the version and exit."
     ),
 ]
+
+
+@app.callback()
+def _options(version: Version = False) -> None:
+    del version
+
+
+app.add_typer(dead_letters, name="dead-letters")
+app.add_typer(versions, name="versions")
 
 
 @app.command()
@@ -158,6 +124,19 @@ def run(
         return run_on(
             on, recipe, config, chosen, as_json=json, keep=keep, accept_changes=accept_changes
         )
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new folder; its name is the experiment's.")],
+    kind: Annotated[
+        str, typer.Option(help="rlvr, multi-turn, tool, agent, sft, own-loss.")
+    ] = "rlvr",
+) -> int:
+    """Write a recipe to start from: a folder with recipe.py and recipe.yaml."""
+    from areal_launch.commands.init import write_recipe
+
+    return write_recipe(folder, kind)
 
 
 @app.command("eval")
@@ -263,7 +242,7 @@ def up(
 
 @app.command()
 def config(
-    recipe: Annotated[Path | None, typer.Argument(help="The recipe: one Python file.")] = None,
+    recipe: Annotated[Path | None, typer.Argument(help=RECIPE_HELP)] = None,
     overrides: Overrides = None,
     config: Config = None,
     from_areal: Annotated[
@@ -479,84 +458,6 @@ def export(
     from areal_launch.commands.rollouts import export as export_rollouts
 
     return export_rollouts(run, to, kind.value, first, last)
-
-
-@dead_letters.command("list")
-def dead_letters_list(
-    run: AnyRun = None,
-    endpoint: BufferEndpoint = "",
-    limit: Annotated[int, typer.Option(help="Maximum number of tasks to list.")] = 20,
-    json: Json = False,
-) -> int:
-    """Show tasks that failed permanently, newest first, with cause and traceback."""
-    from areal_launch.commands.dead_letters import list_dead_letters
-
-    return list_dead_letters(run, limit, as_json=json, endpoint=endpoint)
-
-
-@dead_letters.command("retry")
-def dead_letters_retry(
-    task_ids: Annotated[
-        list[str] | None, typer.Argument(help="Ids of the tasks; default: all.")
-    ] = None,
-    run: Run = None,
-    endpoint: BufferEndpoint = "",
-    json: Json = False,
-) -> int:
-    """Queue tasks again; each gets its full number of attempts."""
-    from areal_launch.commands.dead_letters import retry_dead_letters
-
-    return retry_dead_letters(run, task_ids or [], as_json=json, endpoint=endpoint)
-
-
-@dead_letters.command("drop")
-def dead_letters_drop(
-    task_ids: Annotated[list[str] | None, typer.Argument(help="Task ids, or --all.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Drop all dead letters.")] = False,
-    run: Run = None,
-    endpoint: BufferEndpoint = "",
-    json: Json = False,
-) -> int:
-    """Remove tasks from the list of dead letters; the counters still include them."""
-    from areal_launch.commands.dead_letters import drop_dead_letters
-
-    return drop_dead_letters(
-        run, task_ids or [], everything=everything, as_json=json, endpoint=endpoint
-    )
-
-
-@versions.command("list")
-def versions_list(run: AnyRun = None, endpoint: Endpoint = "", json: Json = False) -> int:
-    """Show the stored versions, oldest first."""
-    from areal_launch.commands.versions import list_versions
-
-    return list_versions(run, endpoint=endpoint, as_json=json)
-
-
-@versions.command("show")
-def versions_show(
-    version: Annotated[
-        int, typer.Argument(help="Policy version, which is the number of finished train steps.")
-    ],
-    run: AnyRun = None,
-    endpoint: Endpoint = "",
-) -> int:
-    """Show one version's files, tensors, and digests as JSON."""
-    from areal_launch.commands.versions import show_version
-
-    return show_version(run, version, endpoint=endpoint)
-
-
-@versions.command("export")
-def versions_export(
-    which: Annotated[str, typer.Argument(help="best, latest, or the step of a checkpoint.")],
-    to: Annotated[Path, typer.Option(help="Folder to create.")],
-    run: AnyRun = None,
-) -> int:
-    """Write a checkpoint as a Hugging Face folder with tokenizer and model card."""
-    from areal_launch.commands.versions import export_version
-
-    return export_version(run, which, to)
 
 
 def main() -> None:

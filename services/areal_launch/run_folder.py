@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from areal.chassis.files import replacing
-from areal.errors import CannotStart, NotFound
+from areal.errors import CannotStart, InvalidInput, NotFound, did_you_mean
 
 
 class RunFolder:
@@ -145,26 +145,47 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
+def _named_run(run: Path, root: Path) -> RunFolder:
+    try:
+        there = (run / "stack.json").is_file()
+    except OSError as error:  # another user's
+        raise NotFound(f"--run {str(run)!r}: {error.strerror}") from None
+    if there:
+        return RunFolder(run)
+    parts = run.parts
+    if run.is_absolute() or ".." in parts or len(parts) > 2:
+        raise NotFound(f"--run {str(run)!r}: no stack.json there")
+    trials = sorted(file.parent for file in root.glob("*/*/stack.json"))
+    found = [each for each in trials if each.parts[-len(parts) :] == parts]
+    if len(found) > 1:
+        raise InvalidInput(
+            f"--run {str(run)!r}: {len(found)} trials have this name: expected one of "
+            f"{', '.join('/'.join(each.parts[-2:]) for each in found)}"
+        )
+    if not found:
+        names = {each.name for each in trials} | {"/".join(each.parts[-2:]) for each in trials}
+        raise NotFound(
+            f"--run {str(run)!r}: no stack.json there, and no trial of this name in {str(root)!r}"
+            f"{did_you_mean(str(run), sorted(names))}"
+        )
+    return RunFolder(found[0])
+
+
 def find_run(run: Path | None, root: Path = Path("runs"), *, live: bool = True) -> RunFolder:
     """Returns the run that a command is about.
 
     Args:
-        run: Named by the user; None: the most recent one under `root`.
+        run: Named by the user: a folder, or `TRIAL` or `EXPERIMENT/TRIAL` of one under `root`;
+            None: the most recent one under `root`.
         root: Where to look.
         live: Only a running one will do.
 
     Raises:
         NotFound: Nothing fits; says where it looked.
+        InvalidInput: Several trials have this name.
     """
     if run is not None:
-        folder = RunFolder(run)
-        try:
-            there = folder.stack_file.is_file()
-        except OSError as error:  # another user's
-            raise NotFound(f"--run {str(run)!r}: {error.strerror}") from None
-        if not there:
-            raise NotFound(f"--run {str(run)!r}: no stack.json there")
-        return folder
+        return _named_run(run, root)
     files = sorted(root.glob("*/*/stack.json"), key=lambda f: f.stat().st_mtime, reverse=True)
     folders = [RunFolder(file.parent) for file in files]
     running = [folder for folder in folders if folder.held()]

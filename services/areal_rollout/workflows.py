@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from types import ModuleType
 
 from areal.errors import InvalidInput, NotFound
-from areal.recipe import Recipe, load_recipe
+from areal.recipe import Recipe, forget_recipe, load_recipe
 from areal.types import WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
 from areal.workflows.specs import build_workflow
@@ -82,5 +81,5 @@ class WorkflowCache:
         if len(self._recipes) > _MAX_RECIPES:
             _, oldest = self._recipes.popitem(last=False)
             if oldest.done() and not oldest.cancelled() and oldest.exception() is None:
-                sys.modules.pop(oldest.result().__name__, None)
+                forget_recipe(oldest.result())
         return module

@@ -15,7 +15,7 @@ import typer
 from areal.chassis.logging import configure_logging
 from areal.config.experiment import GRPOConfig, load_expr_config, load_service_config
 from areal.errors import ArealError
-from areal.recipe import find_config_class, load_recipe
+from areal.recipe import Recipe, find_config_class, load_recipe
 
 
 def make_model(config: Path) -> bool:
@@ -26,7 +26,7 @@ def make_model(config: Path) -> bool:
     """
     base = load_service_config(config)
     recipe = Path(base.recipe)
-    module = load_recipe(recipe.read_bytes(), str(recipe))
+    module = load_recipe(Recipe.read(recipe).source, str(recipe))
     if not hasattr(module, "prepare_model"):
         return False
     import torch

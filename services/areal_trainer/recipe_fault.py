@@ -40,4 +40,8 @@ def fault_of_recipe(error: BaseException, recipe: Path) -> str:
 
 
 def _same(filename: str, recipe: Path) -> bool:
-    return Path(filename) == recipe or Path(filename).resolve() == recipe.resolve()
+    """Whether a file is the recipe, or is in its folder."""
+    return any(
+        file.is_relative_to(own)
+        for file, own in ((Path(filename), recipe), (Path(filename).resolve(), recipe.resolve()))
+    )

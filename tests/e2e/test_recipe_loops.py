@@ -173,3 +173,21 @@ def test_eval_only_when_run_then_every_answer_is_kept_and_nothing_is_trained(
     assert figure["mean"] == summary["reward"] == sum(map(sum, rewards)) / 20
     assert f"{figure['mean']:.3f} ± {figure['stderr']:.3f} over 10 rows" in done.stdout
     assert "staleness" not in done.stdout.rpartition("finished after 0 steps")[2]
+
+
+def test_own_loss_when_run_in_miniature_then_its_numbers_are_in_the_rows(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", seed=0)
+    stack = RunningStack(tmp_path / "runs" / "own-loss" / "demo")
+    summary, rows = run(
+        stack,
+        tmp_path,
+        str(ROOT / "examples" / "own_loss.py"),
+        *("model.path=model", "total_train_steps=2", "train_dataset.batch_size=4"),
+        *("gconfig.n_samples=2", "train_problems=64", "heldout_problems=4", "width=0.1"),
+        "allocation_mode=sglang:d1+fsdp:d1",
+    )
+    assert summary["status"] == "finished"
+    for row in rows:
+        assert 0.0 <= row["my/beyond"] <= 1.0
+        assert 0.0 <= row["my/share_raised"] <= 1.0
+        assert {"train/loss", "reward/mean", "policy/behavior_weight"} <= row.keys()

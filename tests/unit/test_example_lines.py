@@ -28,7 +28,7 @@ NAMES = (
     *("arithmetic_grpo", "gsm8k_grpo", "gsm8k_sft", "ppo_critic", "dpo", "reward_model", "distill"),
     *("lora_grpo", "clevr_count", "tldr", "reasoning_gym", "eval_only", "multi_turn_math"),
     *("tool_calculator", "openai_agent", "openai_agents_sdk", "anthropic_agent", "search_agent"),
-    *("code_rl", "guess_number", "on_policy_distill", "outside_agents"),
+    *("code_rl", "guess_number", "on_policy_distill", "outside_agents", "own_loss"),
 )
 
 

@@ -22,7 +22,7 @@ import torch
 
 from areal.algorithms import packing
 from areal.algorithms.behavior import behavior_weight
-from areal.algorithms.losses import ppo_actor_loss
+from areal.algorithms.losses import add_up, ppo_actor_loss
 
 KEYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rewards")
 
@@ -169,7 +169,8 @@ def main() -> None:
     def our_loss(policy: torch.Tensor) -> torch.Tensor:
         _, proximal, sampled, advantages = tensors
         weight, _ = behavior_weight(proximal, sampled, mask, 2.0)
-        return ppo_actor_loss(policy, proximal, advantages, mask, weight=weight, c_clip=3.0)[0]
+        each, stats = ppo_actor_loss(policy, proximal, advantages, mask, c_clip=3.0)
+        return add_up(each, stats, mask, weight)[0]
 
     def their_loss(policy: torch.Tensor) -> torch.Tensor:
         return reference_loss(policy, *tensors[1:], mask, 2.0)

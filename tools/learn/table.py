@@ -183,6 +183,8 @@ ROWS = [
     _staleness(8, PLAIN, kind="half-plain", title="plain PPO"),
     *[_staleness(eta) for eta in (0, 1, 2, 4, 8)],
     _staleness(8, PLAIN, kind="plain", title="plain PPO"),
+    _task("own_loss", "A loss and advantages of the recipe's own", Measure(least=0.15)),
+    _task("own_loss", "An own loss, shuffled rewards (control)", STILL, "control=true"),
     _task("clevr_count", "Vision: counting squares", Measure(least=0.1)),
     _task("clevr_count", "Vision, shuffled rewards (control)", STILL, "control=true"),
     _task("tldr", "Summaries, judged by a reward model", SCORE),

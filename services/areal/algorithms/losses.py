@@ -1,25 +1,26 @@
-"""Loss functions: sums over tokens, divided once by the engine.
+"""Loss functions of tokens, and their sums, which the engine divides once.
 
-Each loss returns (sum over its tokens, statistics). The engine divides by the global number of loss
-tokens of the step (all micro-batches, all ranks), so that neither micro-batching nor data
-parallelism changes the result. Tokens that a loss leaves out (behavior weight above its cap) still
-count in that number.
+A policy loss returns (loss of each token [T], statistics of each token [T]), or only the first.
+`add_up` multiplies both by what a token counts for and adds them up. The engine divides the sums by
+the global number of loss tokens of the step (all micro-batches, all ranks), so that neither
+micro-batching nor data parallelism changes the result. Tokens that a loss leaves out (behavior
+weight above its cap) still count in that number. A recipe's own loss has the same form
+(`areal.engines.formulas`); `areal.config.losses` lists the built-in ones.
 
 Log ratios are clamped to +-20 before they are exponentiated, a sequence's mean after it was taken:
 no logprob, however small, makes an infinite ratio or weight, and so no NaN where it meets an
 advantage or weight of 0. The gradient is exact inside and 0 beyond, like that of verl's clamp.
 (verl clamps GSPO's ratio of a sequence at 10 instead, from above only; AReaL clamps nothing.)
 
-The center is the policy in the denominator of a ratio. A token's weight multiplies its loss
-(`behavior_weight`; 0 for a token that is left out). Advantages may carry another weight >= 0,
-because each loss is linear in their size (`token_weights` uses this to make other means).
+The proximal policy is the one in the denominator of a ratio.
 
-Statistics are float scalars without gradient: sums over loss tokens, which the engine divides by
-the same number; a name that ends in `_max` is combined by maximum instead.
+Sums of statistics are float scalars without gradient, which the engine divides by the same number;
+a name that ends in `_max` is combined by maximum instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,9 +28,35 @@ from torch import Tensor
 
 from areal.algorithms.behavior import MAX_LOG_RATIO, masked_difference
 from areal.algorithms.packing import sequence_index
-from areal.errors import InvalidInput
 
 LossResult = tuple[Tensor, dict[str, Tensor]]
+"""Sums over loss tokens: of the loss, with gradient, and of statistics."""
+TokenLosses = tuple[Tensor, dict[str, Tensor]]
+"""The same of each token, [T]."""
+
+
+def add_up(
+    losses: Tensor, stats: Mapping[str, Tensor], loss_mask: Tensor, weight: Tensor | None = None
+) -> LossResult:
+    """Return the sums over loss tokens.
+
+    Args:
+        losses: float [T], with gradient; off the mask anything, even NaN.
+        stats: bool or float [T] each; the same.
+        loss_mask: bool [T].
+        weight: float [T], what a token counts for in the loss, 0 off the mask; None: 1.
+    """
+    counts = (loss_mask if weight is None else weight).to(losses.dtype)
+    total = torch.dot(torch.where(loss_mask, losses, 0.0), counts)
+    with torch.no_grad():
+        sums = {}
+        for name, value in stats.items():
+            if name.endswith("_max"):
+                lowest = value.new_full((1,), -torch.inf, dtype=losses.dtype)
+                sums[name] = torch.cat([value[loss_mask].to(losses.dtype), lowest]).amax()
+            else:
+                sums[name] = torch.where(loss_mask, value, 0.0).sum()
+    return total, sums
 
 
 def _sequence_means(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -45,21 +72,31 @@ class _WithGradient(torch.autograd.Function):
     """A value whose gradient is known: two passes instead of autograd's one per operation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-        """Return `value`; its derivative by `x` is `gradient`."""
+    def forward(
+        ctx: Any, x: Tensor, value: Tensor, gradient: Tensor, factor: Tensor | None
+    ) -> Tensor:
+        """Return `value`; its derivative by `x` is `gradient` times `factor`."""
         del x
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(gradient, factor)
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * outer[0], None, None
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient, factor = ctx.saved_tensors
+        product = outer[0] * gradient
+        return (product if factor is None else product * factor), None, None, None
 
 
-def with_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-    """Return the scalar `value` with `gradient` as its derivative with respect to `x`."""
-    result: Tensor = _WithGradient.apply(x, value, gradient)  # type: ignore[no-untyped-call]
+def with_gradient(
+    x: Tensor, value: Tensor, gradient: Tensor, factor: Tensor | None = None
+) -> Tensor:
+    """Return `value`, a scalar or of x's shape, with a given derivative with respect to `x`.
+
+    The derivative is `gradient`, times `factor` if there is one. The two are multiplied in this
+    order, after the derivative that arrives: as autograd would for `-advantage * exp(x)`, to the
+    last bit.
+    """
+    result: Tensor = _WithGradient.apply(x, value, gradient, factor)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -97,71 +134,91 @@ def token_weights(
 
 def ppo_actor_loss(
     policy_logprobs: Tensor,
-    center_logprobs: Tensor,
+    proximal_logprobs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    weight: Tensor | None = None,
     eps_clip: float = 0.2,
     eps_clip_higher: float | None = None,
     c_clip: float | None = None,
-    importance_sampling_level: str = "token",
-    cu_seqlens: Tensor | None = None,
-) -> LossResult:
+) -> TokenLosses:
     """PPO's clipped surrogate; decoupled (AReaL, arXiv 2505.24298, equation 5) with a weight.
 
-    With ppo_ratio r = exp(policy - center), weight w, advantage A:
+    With ppo_ratio r = exp(policy - proximal) and advantage A:
 
         l = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))    clipped surrogate
         l = min(l, c_clip |A|) where A < 0                              dual clip (arXiv 1912.09729)
-        loss = sum of w l over loss tokens
 
-    Decoupled PPO (Hilton et al., arXiv 2110.00641) has the proximal policy as center and
-    `behavior_weight` as weight; plain PPO the sampler as center and no weight.
-
-    The sequence level is GSPO (arXiv 2507.18071): r is the exponential of the sequence's mean log
-    ratio, A its mean advantage, both over all its loss tokens; w stays each token's own. The papers
-    do not say how a cap acts there: a token above it is left out of the sum, but stays in its
-    sequence's means (AReaL takes it out of the means too). The gradient is the exact derivative of
-    this sum (verl's token weights use a straight-through one).
+    Decoupled PPO (Hilton et al., arXiv 2110.00641) has the proximal policy in the denominator, and
+    `add_up` weights each token by `behavior_weight`; plain PPO has the sampler there and no weight.
 
     Statistics: `ppo_ratio` (r), `clip_ratio`, `dual_clip_ratio`, `approx_kl` (k3 of r,
     r - 1 - log r; AReaL's is k1).
 
     Args:
         policy_logprobs: float [T], with gradient.
-        center_logprobs: float [T].
+        proximal_logprobs: float [T].
         advantages: float [T].
         loss_mask: bool [T].
-        weight: float [T], 0 off the mask; None: 1.
         eps_clip: lower (and default upper) clip range.
         eps_clip_higher: upper clip range.
         c_clip: dual clip, > 1; None: off.
-        importance_sampling_level: `token`, or `sequence` (GSPO, see above).
-        cu_seqlens: int [S+1], for the sequence level.
 
     Returns:
-        Loss sum and statistics.
-
-    Raises:
-        InvalidInput: unknown level, or the sequence level without cu_seqlens.
+        Loss of each token, [T], and statistics.
     """
+    with torch.no_grad():
+        log_ratio = masked_difference(policy_logprobs, proximal_logprobs, loss_mask)
+        advantages = advantages.masked_fill(~loss_mask, 0.0)
+    return _clipped(
+        policy_logprobs, log_ratio, advantages, loss_mask, eps_clip, eps_clip_higher, c_clip
+    )
+
+
+def gspo_loss(
+    policy_logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_higher: float | None = None,
+    c_clip: float | None = None,
+) -> TokenLosses:
+    """GSPO (arXiv 2507.18071): PPO with one ratio for all tokens of a sequence.
+
+    r is the exponential of the sequence's mean log ratio, A its mean advantage, both over all its
+    loss tokens; a token's weight stays its own. The papers do not say how a cap acts there: a token
+    above it is left out of the sum, but stays in its sequence's means (AReaL takes it out of the
+    means too). The gradient is the exact derivative (verl's token weights use a straight-through
+    one).
+
+    Args:
+        cu_seqlens: int [S+1]. The other arguments and the result are those of `ppo_actor_loss`.
+    """
+    log_ratio = masked_difference(policy_logprobs, proximal_logprobs, loss_mask)
+    # Each token moves the mean that all tokens of its sequence share.
+    means = _sequence_means(log_ratio, loss_mask, cu_seqlens)
+    advantages = advantages.masked_fill(~loss_mask, 0.0)
+    advantages = _sequence_means(advantages, loss_mask, cu_seqlens)
+    return _clipped(
+        means, means.detach().clone(), advantages, loss_mask, eps_clip, eps_clip_higher, c_clip
+    )
+
+
+def _clipped(
+    x: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    eps_clip: float,
+    eps_clip_higher: float | None,
+    c_clip: float | None,
+) -> TokenLosses:
+    """`ppo_actor_loss` of a log ratio without gradient that is `x` plus a constant."""
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
     with torch.no_grad():
-        log_ratio = masked_difference(policy_logprobs, center_logprobs, loss_mask)
-        advantages = advantages.masked_fill(~loss_mask, 0.0)
-        if importance_sampling_level == "sequence":
-            if cu_seqlens is None:
-                raise InvalidInput(
-                    "cu_seqlens=None: expected a tensor with importance_sampling_level='sequence'"
-                )
-            log_ratio = _sequence_means(log_ratio, loss_mask, cu_seqlens)
-            advantages = _sequence_means(advantages, loss_mask, cu_seqlens)
-        elif importance_sampling_level != "token":
-            raise InvalidInput(
-                f"importance_sampling_level={importance_sampling_level!r}: "
-                "expected 'token' or 'sequence'"
-            )
         beyond = log_ratio.abs() > MAX_LOG_RATIO
         ratio = log_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         unclipped = (ratio * advantages).neg_()
@@ -169,94 +226,78 @@ def ppo_actor_loss(
         is_clipped = clipped > unclipped
         loss = torch.maximum(unclipped, clipped)
         # d(-A r) / d(log r) is -A r again; it vanishes where the ratio or its log is clipped.
-        slope = unclipped.masked_fill_(is_clipped | beyond, 0.0)
-        stats = {
-            "ppo_ratio": torch.dot(ratio, loss_mask.to(ratio.dtype)),
-            "clip_ratio": (is_clipped & loss_mask).sum(),
-        }
+        flat = is_clipped | beyond
+        stats = {"ppo_ratio": ratio, "clip_ratio": is_clipped}
         if c_clip is not None:
             bound = advantages.abs().mul_(c_clip)
             is_dual_clipped = (advantages < 0).logical_and_(loss > bound)
             loss = torch.where(is_dual_clipped, bound, loss)
-            slope.masked_fill_(is_dual_clipped, 0.0)
-            stats["dual_clip_ratio"] = (is_dual_clipped & loss_mask).sum()
-        counts = (loss_mask if weight is None else weight).to(loss.dtype)
-        loss_sum = torch.dot(loss, counts)
-        slope.mul_(counts)
-        if importance_sampling_level == "sequence" and cu_seqlens is not None:
-            # Each token moves the mean that all tokens of its sequence share.
-            slope = _sequence_means(slope, loss_mask, cu_seqlens) * loss_mask
-        log_ratio.masked_fill_(~loss_mask, 0.0)
-        stats["approx_kl"] = torch.expm1(log_ratio).sub_(log_ratio).sum()
-    return with_gradient(policy_logprobs, loss_sum, slope), stats
+            flat |= is_dual_clipped
+            stats["dual_clip_ratio"] = is_dual_clipped
+        slope = advantages.neg().masked_fill_(flat, 0.0)
+        stats["approx_kl"] = torch.expm1(log_ratio).sub_(log_ratio)
+    return with_gradient(x, loss, slope, ratio), stats
 
 
 def cispo_loss(
     policy_logprobs: Tensor,
-    center_logprobs: Tensor,
+    proximal_logprobs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    weight: Tensor | None = None,
     eps_clip: float = 0.2,
     eps_clip_higher: float | None = None,
-) -> LossResult:
-    """CISPO (MiniMax-M1, arXiv 2506.13585): -w sg(clip(r)) A log policy.
+) -> TokenLosses:
+    """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(r)) A log policy.
 
     Unlike PPO's, clipped tokens keep their gradient.
     Arguments and the result are those of `ppo_actor_loss`.
     """
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
     with torch.no_grad():
-        _, ratio, stats = _ratios(policy_logprobs, center_logprobs, loss_mask)
+        _, ratio, stats = _ratios(policy_logprobs, proximal_logprobs, loss_mask)
         clipped = ratio.clamp(1.0 - eps_clip, 1.0 + higher)
-        stats["clip_ratio"] = ((clipped != ratio) & loss_mask).sum()
-        counts = loss_mask if weight is None else weight
-        slope = -clipped * counts * advantages.masked_fill(~loss_mask, 0.0)
-        loss_sum = (slope * policy_logprobs.masked_fill(slope == 0, 0.0)).sum()
-    return with_gradient(policy_logprobs, loss_sum, slope), stats
+        stats["clip_ratio"] = clipped != ratio
+        slope = -clipped * advantages.masked_fill(~loss_mask, 0.0)
+        loss = slope * policy_logprobs.masked_fill(slope == 0, 0.0)
+    return with_gradient(policy_logprobs, loss, slope), stats
 
 
 def sapo_loss(
     policy_logprobs: Tensor,
-    center_logprobs: Tensor,
+    proximal_logprobs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    weight: Tensor | None = None,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
-) -> LossResult:
+) -> TokenLosses:
     """SAPO (arXiv 2511.20347): a soft gate instead of the clip.
 
-        loss = sum of -w A (4 / tau) sigmoid(tau (r - 1))
+        l = -A (4 / tau) sigmoid(tau (r - 1))
 
     with tau_positive where A > 0, and elsewhere tau_negative, which closes faster. At r = 1 its
-    slope is that of the ratio. AReaL refuses it with decoupled PPO; with w it is as valid as PPO.
-    The other arguments and the result are those of `ppo_actor_loss`; nothing is clipped.
+    slope is that of the ratio. AReaL refuses it with decoupled PPO; with a weight it is as valid as
+    PPO. The other arguments and the result are those of `ppo_actor_loss`; nothing is clipped.
     """
     with torch.no_grad():
-        log_ratio, ratio, stats = _ratios(policy_logprobs, center_logprobs, loss_mask)
+        log_ratio, ratio, stats = _ratios(policy_logprobs, proximal_logprobs, loss_mask)
         advantages = advantages.masked_fill(~loss_mask, 0.0)
         tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
         gate = torch.sigmoid(tau * (ratio - 1.0))
-        counts = (loss_mask if weight is None else weight) * -advantages
-        loss_sum = (counts * gate * (4.0 / tau)).sum()
-        slope = 4.0 * counts * gate * (1.0 - gate) * ratio
+        loss = -advantages * gate * (4.0 / tau)
+        slope = 4.0 * -advantages * gate * (1.0 - gate) * ratio
         slope.masked_fill_(log_ratio.abs() >= MAX_LOG_RATIO, 0.0)
-    return with_gradient(policy_logprobs, loss_sum, slope), stats
+    return with_gradient(policy_logprobs, loss, slope), stats
 
 
 def _ratios(
-    policy_logprobs: Tensor, center_logprobs: Tensor, loss_mask: Tensor
+    policy_logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Clamped log ratios, ratios, and their statistics."""
-    log_ratio = masked_difference(policy_logprobs, center_logprobs, loss_mask)
+    log_ratio = masked_difference(policy_logprobs, proximal_logprobs, loss_mask)
     ratio = log_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    stats = {
-        "ppo_ratio": torch.dot(ratio, loss_mask.to(ratio.dtype)),
-        "approx_kl": torch.expm1(log_ratio).sub_(log_ratio).sum(),
-    }
+    stats = {"ppo_ratio": ratio, "approx_kl": torch.expm1(log_ratio).sub_(log_ratio)}
     return log_ratio, ratio, stats
 
 

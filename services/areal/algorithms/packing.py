@@ -18,6 +18,9 @@ A batch is a plain `dict[str, torch.Tensor]`:
                                      is a group and stays in one micro-batch
     pixel_values, image_grid_thw, image_group    optional: see `areal.algorithms.images`
 
+A recipe may add keys of its own, for its loss, its advantages or its head: [T, ...], one entry per
+token, or, under a name that begins with `sequence_`, [S, ...], one per sequence.
+
 Index t always describes token t itself: a logprob at t is log p(token t | tokens < t), and it is
 0 at a sequence's first token. Arrays are never shifted: the model wrapper itself computes the
 logprob of token t from the hidden state of token t - 1.
@@ -50,9 +53,21 @@ from areal.types import StopReason, TrajectoryGroup
 Batch = dict[str, Tensor]
 
 SEQUENCE_KEYS = frozenset({"group_index", "truncated", "bootstrap_values", "chosen"})
-"""Keys with one entry per sequence; all others except `cu_seqlens` have one entry per token."""
-COLUMN_KEYS = frozenset({"teacher_ids", "teacher_logprobs"})
-"""Keys with several values per token, [T, k]."""
+"""Keys with one entry per sequence, as have those that begin with `sequence_`; all others except
+`cu_seqlens` have one entry per token."""
+
+_KEYS_OF_TOKENS = frozenset(
+    {"input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rewards"}
+    | {"proximal_logprobs", "reference_logprobs", "advantages", "returns", "values"}
+    | {"loss_weights", "kept"}
+)
+"""Keys with a single value per token."""
+
+
+def of_sequence(key: str) -> bool:
+    """Whether a key has one entry per sequence."""
+    return key in SEQUENCE_KEYS or key.startswith("sequence_")
+
 
 _DTYPES = {
     "input_ids": torch.int64,
@@ -128,8 +143,8 @@ def pack(sequences: Sequence[Mapping[str, Any]], group_index: Sequence[int] | No
 def unpack(batch: Batch) -> list[dict[str, Tensor]]:
     """Split a batch into its sequences: the inverse of `pack` (views; only keys of tokens)."""
     sizes = sequence_lengths(batch).tolist()
-    other = SEQUENCE_KEYS | images.IMAGE_KEYS | {"cu_seqlens"}
-    keys = [key for key in batch if key not in other]
+    other = images.IMAGE_KEYS | {"cu_seqlens"}
+    keys = [key for key in batch if key not in other and not of_sequence(key)]
     columns = [torch.split(batch[key], sizes) for key in keys]
     return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -196,8 +211,11 @@ def check_batch(batch: Batch) -> None:
     for key, value in batch.items():
         if key in images.IMAGE_KEYS:
             continue
-        expected = sizes[key in SEQUENCE_KEYS]
-        shape = value.shape[:1] if key in COLUMN_KEYS else value.shape
+        if not isinstance(value, Tensor):
+            raise InvalidInput(f"batch[{key!r}] is {type(value).__name__}: expected a tensor")
+        expected = sizes[of_sequence(key)]
+        single = key in _KEYS_OF_TOKENS or key in SEQUENCE_KEYS
+        shape = value.shape if single else value.shape[:1]
         if key != "cu_seqlens" and tuple(shape) != (expected,):
             raise InvalidInput(
                 f"batch[{key!r}] has shape {tuple(value.shape)}: expected [{expected}]"
@@ -226,7 +244,7 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
     chosen = torch.as_tensor(list(indices), dtype=torch.int64, device=batch["cu_seqlens"].device)
     tokens = token_index(batch, indices)
     result = {
-        key: value[chosen] if key in SEQUENCE_KEYS else value[tokens]
+        key: value[chosen] if of_sequence(key) else value[tokens]
         for key, value in batch.items()
         if key != "cu_seqlens" and key not in images.IMAGE_KEYS
     }
@@ -243,7 +261,7 @@ def dummy_like(batch: Batch) -> Batch:
     part in the same collectives.
     """
     result = {
-        key: value.new_zeros(1 if key in SEQUENCE_KEYS else 2, *value.shape[1:])
+        key: value.new_zeros(1 if of_sequence(key) else 2, *value.shape[1:])
         for key, value in batch.items()
         if key != "cu_seqlens" and key not in images.IMAGE_KEYS
     }

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from areal.config.allocation import parse_allocation
 from areal.config.checks import check
 from areal.config.learning_rules import of_config
+from areal.config.losses import check_constants
 from areal.config.moved import hint_for
 from areal.config.presets import Algorithm, preset
 from areal.config.server_sources import parse_source
@@ -304,6 +305,7 @@ def _complete(config: GRPOConfig) -> None:
             f"actor.overlong_tokens {overlong}: expected 0 to {gconfig.max_new_tokens} "
             "(gconfig.max_new_tokens)"
         )
+    check_constants(config.actor.loss_type, config.actor.loss_constants)
     if config.actor.behavior_weight_mode == "second_moment":
         cap = config.actor.behavior_weight_cap
         if not config.actor.decoupled:

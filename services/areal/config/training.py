@@ -16,6 +16,8 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from areal.config.losses import LossType
+
 # OmegaConf neither reads nor writes such a field.
 _NOT_A_KEY = {"omegaconf_ignore": True}
 
@@ -238,10 +240,14 @@ class PPOActorConfig(TrainEngineConfig):
 
     ppo_n_minibatches: Annotated[int, Gt(0)] = 1
     """Number of minibatches per batch, with one optimizer step for each."""
-    loss_type: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
+    loss_type: LossType = "ppo"
     """How the loss uses the probability ratio of the policy to the proximal policy. `ppo` clips the
     ratio of each token, `gspo` that of each sequence. `cispo` uses the clipped ratio as a weight
-    without gradient. `sapo` uses a soft gate on the ratio instead of a clip."""
+    without gradient. `sapo` uses a soft gate on the ratio instead of a clip. A recipe can bring a
+    loss of its own instead: `FSDPPPOActor(config.actor, loss=my_loss)`."""
+    loss_constants: dict[str, float] = field(default_factory=dict)
+    """Constants that only this loss has, such as `actor.loss_constants={tau_negative: 1.1}` with
+    `loss_type=sapo`; see docs/algorithms.md."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How the losses of tokens are averaged over the minibatch of all ranks. `token_mean`: the mean
     over tokens. `sequence_mean`: the mean over sequences, where a sequence's loss is the mean over

@@ -3,6 +3,7 @@
     failed_step_<k>/
         failure.json             step, policy version, cause, task ids by rank, and the settings of
                                  the model that failed: `actor` or `critic`
+        recipe                   the recipe, if the loss is its own
         rank_<r>.safetensors     the batch of rank r's last optimizer step
 
 `python -m areal.engines.failed_step FOLDER --model DIRECTORY` takes that optimizer step again, rank
@@ -12,20 +13,25 @@ by rank, with the weights in DIRECTORY, and says what is not finite.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from areal.algorithms import losses
 from areal.algorithms.packing import Batch, check_batch
 from areal.config.training import PPOActorConfig, RefConfig, TrainEngineConfig
+from areal.engines.formulas import Formula
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.ppo import PPOActor
 from areal.engines.ppo_value import PPOCritic
 from areal.errors import InvalidInput, TrainingDiverged
+from areal.recipe import find_function, load_recipe, source_of
 from areal.training.ranks import gather_json
 from areal.training.run_files import write_atomically
 
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from areal.training.session import TrainerSession
 
 _MOST_NAMED = 5
+_RECIPE = "recipe"
 
 
 def keep(
@@ -54,6 +61,11 @@ def keep(
         The error that also says where the batch is.
     """
     step = session.step + 1
+    folder = session.config.run_dir / f"failed_step_{step}"
+    loss = (actor or {}).get("loss")
+    source = b"" if loss is None else loss["source"]
+    if loss is not None:
+        actor = {**(actor or {}), "loss": {k: v for k, v in loss.items() if k != "source"}}
     info = {
         "step": step,
         "incarnation": session.incarnation,
@@ -63,12 +75,13 @@ def keep(
         **({"actor": actor} if critic is None else {"critic": asdict(critic)}),
     }
     where = save_failed_batch(
-        session.config.run_dir / f"failed_step_{step}",
+        folder,
         error.batch,
         info,
         rank=session.rank,
         tasks=session.batch_tasks,
         blamed=error.groups,
+        recipe=source,
     )
     return TrainingDiverged(
         f"step {step}: {'' if critic is None else 'critic: '}{error}; {where}; the run ends; "
@@ -87,6 +100,7 @@ def save_failed_batch(
     rank: int,
     tasks: Sequence[str],
     blamed: Sequence[int],
+    recipe: bytes = b"",
 ) -> str:
     """Write what a replay needs; collective.
 
@@ -97,6 +111,7 @@ def save_failed_batch(
         rank: this process's rank.
         tasks: task of each group, by `group_index`; empty where they are not known.
         blamed: values of `group_index` of the tasks to name.
+        recipe: source of the recipe whose loss failed; rank 0's is written.
 
     Returns:
         The end of a sentence, equal on all ranks: where the batch is and which tasks caused the
@@ -116,7 +131,10 @@ def save_failed_batch(
     if rank == 0:
         content = {**info, "task_ids": [each["task_ids"] for each in everyone]}
         try:
-            write_atomically(folder / "failure.json", json.dumps(content, indent=2).encode())
+            if recipe:
+                write_atomically(folder / _RECIPE, recipe)
+            text = json.dumps(content, indent=2, default=repr)
+            write_atomically(folder / "failure.json", text.encode())
         except OSError as error:
             problem = f"rank 0: {error}"
     # No one leaves before the last file is there: a rank that ends takes the others along.
@@ -151,9 +169,45 @@ def load_failed_batch(folder: Path) -> tuple[list[Batch], dict[str, Any]]:
     return batches, info
 
 
-def settings_of(config: PPOActorConfig, temperature: float) -> dict[str, Any]:
+def settings_of(
+    config: PPOActorConfig, temperature: float, loss: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The actor's settings as `failure.json` keeps them."""
-    return {**asdict(config), "temperature": temperature}
+    own = {} if loss is None else {"loss": loss}
+    return {**asdict(config), "temperature": temperature, **own}
+
+
+def describe_loss(actor: PPOActor, loss: Callable[..., Any] | None = None) -> dict[str, Any] | None:
+    """How a replay finds a recipe's own loss; None: it is the built-in one of the settings.
+
+    Args:
+        actor: has one, if `loss` is None.
+        loss: the one that the failed call was given.
+    """
+    formula = actor.loss if loss is None else Formula(loss, "loss")
+    if formula is actor.builtin_loss:
+        return None
+    recipe = source_of(formula.plain)
+    return {
+        "name": formula.plain.__qualname__,
+        "constants": getattr(formula.function, "keywords", {}),
+        "file": "" if recipe is None else recipe.file_name,
+        "source": b"" if recipe is None else recipe.source,
+    }
+
+
+def _own_loss(folder: Path, said: Mapping[str, Any]) -> Callable[..., Any]:
+    """The loss that `describe_loss` described; raises InvalidInput where it cannot be found."""
+    name = str(said["name"])
+    module: ModuleType = losses
+    if said["file"]:
+        module = load_recipe((folder / _RECIPE).read_bytes(), str(said["file"]))
+    if "<" in name:
+        raise InvalidInput(
+            f"{str(folder)!r}: the loss {name} of {said['file']}: expected one at the top level of "
+            "the recipe, which can be found again"
+        )
+    return partial(find_function(module, name), **said["constants"])
 
 
 def replay(folder: Path, model: Path) -> list[str]:
@@ -186,7 +240,8 @@ def replay(folder: Path, model: Path) -> list[str]:
         engine.set_version(int(info["policy_version"]))
         learner: PPOActor | PPOCritic = PPOCritic(engine, n_minibatches=1)
         if isinstance(config, PPOActorConfig):
-            learner = PPOActor(config, engine, float(settings["temperature"]))
+            own = _own_loss(folder, settings["loss"]) if settings.get("loss") else None
+            learner = PPOActor(config, engine, float(settings["temperature"]), loss=own)
         try:
             stats = learner.take_step(batch)
             said.append(

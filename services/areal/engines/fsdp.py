@@ -86,6 +86,8 @@ class FSDPEngine(TrainEngine):
         self._states: HostStates | None = None
         self.before_use: Callable[[], None] = lambda: None
         """Called, on all ranks alike, each time the model is about to be used."""
+        self.taken: list[dict[str, float]] | None = None
+        """The statistics of each optimizer step, if someone set a list to collect them."""
 
     # -- life cycle ----------------------------------------------------------------------------
 
@@ -250,7 +252,10 @@ class FSDPEngine(TrainEngine):
         self.step.accumulate(batch, loss_fn, loss_weight_fn, head or LogprobHead())
 
     def apply(self) -> dict[str, float]:
-        return self.step.apply()
+        stats = self.step.apply()
+        if self.taken is not None:
+            self.taken.append(stats)
+        return stats
 
     def read(self, batch: Batch, head: Head | None = None) -> tuple[Tensor, Tensor]:
         return self.step.read(batch, head or LogprobHead())

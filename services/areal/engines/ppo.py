@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +20,12 @@ from areal.algorithms import behavior, losses, normalization, packing, penalties
 from areal.algorithms.packing import Batch
 from areal.config.checks import check
 from areal.config.learning_rules import needs_several
+from areal.config.losses import LOSSES, check_constants
 from areal.config.training import PPOActorConfig
-from areal.engines.model.heads import LogprobHead
+from areal.engines.formulas import Formula
+from areal.engines.model.heads import Head, LogprobHead
 from areal.engines.train_api import TrainEngine
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, TrainingDiverged
 
 # Ways to the proximal logprobs that need those of the policy at the start of the update.
 _FORWARD = ("recompute", "unweighted")
@@ -41,7 +46,14 @@ class PPOActor:
     """
 
     def __init__(
-        self, config: PPOActorConfig, engine: TrainEngine, temperature: float = 1.0
+        self,
+        config: PPOActorConfig,
+        engine: TrainEngine,
+        temperature: float = 1.0,
+        *,
+        loss: Callable[..., Any] | None = None,
+        advantages: Callable[..., Any] | None = None,
+        head: Head | None = None,
     ) -> None:
         """Train `engine`'s model as `config` says.
 
@@ -49,9 +61,14 @@ class PPOActor:
             config: the algorithm.
             engine: initialized, or about to be.
             temperature: the sampler's, at which logprobs are compared.
+            loss: a loss of the caller's own (see `areal.engines.formulas`); None: that of
+                `config.loss_type`.
+            advantages: takes the place of `reward_norm` and GAE; None: these.
+            head: computes logprobs and entropies, [N] each; None: `LogprobHead(temperature)`.
 
         Raises:
-            InvalidInput: the loss is to be divided by a constant that is not known.
+            InvalidInput: the loss is to be divided by a constant that is not known, or has no
+                constant of that name; a function cannot be called.
         """
         check(config)
         if config.loss_aggregation == "constant" and not config.max_response_tokens:
@@ -62,12 +79,36 @@ class PPOActor:
         self.config = config
         self.engine = engine
         self.temperature = temperature
+        self.head = head or LogprobHead(temperature)
+        self.builtin_loss = self._formula(getattr(losses, LOSSES[config.loss_type].function))
+        check_constants(config.loss_type, config.loss_constants)
+        self.loss = self.builtin_loss if loss is None else self._formula(loss)
+        self.advantages = self._advantages(advantages)
+
+    def _formula(self, function: Callable[..., Any]) -> Formula:
+        config = self.config
+        keys = ("eps_clip", "eps_clip_higher", "c_clip")
+        constants = {key: getattr(config, key) for key in keys} | config.loss_constants
+        return Formula(function, "loss", constants)
+
+    def _advantages(self, function: Callable[..., Any] | None) -> Formula | None:
+        if function is None:
+            return None
+        own = Formula(function, "advantages")
+        if self.config.kl_ctl != 0.0 and not own.takes("token_rewards"):
+            raise InvalidInput(
+                f"{own}: actor.kl_ctl={self.config.kl_ctl} would have no effect: expected a "
+                "parameter token_rewards, which include the KL penalty, or actor.kl_loss_ctl"
+            )
+        return own
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
         """Return the policy's logprobs of the loss tokens, [T], 0 elsewhere; collective."""
-        return self.engine.forward(batch, LogprobHead(self.temperature))
+        return self.engine.forward(batch, self.head)
 
-    def compute_advantages(self, batch: Batch) -> None:
+    def compute_advantages(
+        self, batch: Batch, advantages: Callable[..., Any] | None = None
+    ) -> None:
         """Add `advantages` and `returns` to this rank's batch; collective.
 
         Rewards are shaped and normalized per sequence and placed on the last generated token. The
@@ -79,10 +120,13 @@ class PPOActor:
 
         Args:
             batch: needs rewards; with kl_ctl also reference_logprobs; with a critic also values.
+            advantages: for this call, as in `__init__`.
 
         Raises:
             InvalidInput: the batch lacks a key that the `actor` section or the critic requires.
+            WorkflowError: `advantages` raised, or returned numbers that are not finite.
         """
+        own = self.advantages if advantages is None else self._advantages(advantages)
         config, mask, cu_seqlens = self.config, batch["loss_mask"], batch["cu_seqlens"]
         packing.check_batch(batch)
         if config.critic and "values" not in batch:
@@ -91,7 +135,8 @@ class PPOActor:
                 "since the experiment has a critic"
             )
         group = self.engine.process_group
-        scores, slopes = adv.shape_scores(batch, config, group)
+        shaping = config if own is None else replace(config, reward_norm=None)
+        scores, slopes = adv.shape_scores(batch, shaping, group)
         rewards = adv.place_scores(batch["rewards"], mask, cu_seqlens, scores, slopes)
         if config.kl_ctl != 0.0:
             _need_reference(batch, f"kl_ctl={config.kl_ctl}")
@@ -102,22 +147,29 @@ class PPOActor:
                     batch["proximal_logprobs"] = proximal
             kl = penalties.kl_estimate(proximal, batch["reference_logprobs"], config.kl_estimator)
             rewards = rewards - config.kl_ctl * torch.where(mask, kl, 0.0)
-        advantages, returns = adv.gae(
-            rewards,
-            mask,
-            cu_seqlens,
-            discount=config.discount,
-            gae_lambda=config.gae_lambda,
-            values=batch.get("values"),
-            bootstrap_values=batch.get("bootstrap_values"),
-        )
+        if own is None:
+            found, returns = adv.gae(
+                rewards,
+                mask,
+                cu_seqlens,
+                discount=config.discount,
+                gae_lambda=config.gae_lambda,
+                values=batch.get("values"),
+                bootstrap_values=batch.get("bootstrap_values"),
+            )
+        else:
+            given: dict[str, Any] = {"rewards": scores, "token_rewards": rewards}
+            given["reduce_stats"] = self.engine.reduce_stats
+            found = own.token_advantages(own({**batch, **given}), batch)
+            values = torch.where(mask, batch["values"], 0.0) if "values" in batch else 0.0
+            returns = found + values
         if config.adv_norm is not None:
-            advantages = normalization.normalize_tokens(advantages, mask, config.adv_norm, group)
+            found = normalization.normalize_tokens(found, mask, config.adv_norm, group)
         # The float64 model is there to compare ranks to the last digits: do not round on the way.
         dtype = torch.float64 if config.dtype == "float64" else torch.float32
-        batch["advantages"], batch["returns"] = advantages.to(dtype), returns.to(dtype)
+        batch["advantages"], batch["returns"] = found.to(dtype), returns.to(dtype)
 
-    def ppo_update(self, batch: Batch) -> dict[str, float]:
+    def ppo_update(self, batch: Batch, loss: Callable[..., Any] | None = None) -> dict[str, float]:
         """Take `ppo_n_minibatches` optimizer steps (collective).
 
         Proximal logprobs are those of the weights at the start of the update. With several
@@ -127,6 +179,7 @@ class PPOActor:
         Args:
             batch: this rank's share, after `compute_advantages`. `proximal_logprobs` are used if
                 there.
+            loss: for this call, as in `__init__`.
 
         Returns:
             Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss,
@@ -143,8 +196,11 @@ class PPOActor:
 
         Raises:
             TrainingDiverged: as `TrainEngine.train_batch` does.
+            InvalidInput | WorkflowError: the loss returned something of another type or shape, or
+                raised.
         """
         started = time.perf_counter()
+        formula = self.loss if loss is None else self._formula(loss)
         config = self.config
         if "advantages" not in batch:
             raise InvalidInput("batch has no 'advantages': expected compute_advantages() first")
@@ -157,7 +213,7 @@ class PPOActor:
         if config.ppo_n_minibatches > 1:
             split = packing.split_minibatches(batch, config.ppo_n_minibatches)
             parts = [packing.select(batch, indices) for indices in split]
-        results = [self.take_step(part) for part in parts]
+        results = [self.take_step(part, formula) for part in parts]
         stats |= combine(results)
         if "behavior_weight" in stats:
             dropped = stats["behavior_weight_capped_ratio"]
@@ -174,7 +230,7 @@ class PPOActor:
         stats["update_seconds"] = time.perf_counter() - started
         return stats
 
-    def take_step(self, batch: Batch) -> dict[str, float]:
+    def take_step(self, batch: Batch, loss: Formula | None = None) -> dict[str, float]:
         """Take one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`.
 
         A batch of a failed step has `loss_weights` and `kept`, computed over all ranks; they are
@@ -203,8 +259,22 @@ class PPOActor:
                 config.behavior_weight_cap or math.inf,
                 self.engine.process_group,
             )
-        head = LogprobHead(self.temperature)
-        return self.engine.train_batch({**batch, **added}, self._loss, head=head)
+        formula = loss or self.loss
+
+        def loss_fn(policy: Tensor, entropies: Tensor, part: Batch) -> losses.LossResult:
+            return self._loss(policy, entropies, part, formula)
+
+        try:
+            return self.engine.train_batch({**batch, **added}, loss_fn, head=self.head)
+        except TrainingDiverged as error:
+            if formula is self.builtin_loss:
+                raise
+            raise TrainingDiverged(
+                f"{error}; the recipe's own {formula}",
+                cause=error.cause,
+                batch=error.batch,
+                groups=error.groups,
+            ) from None
 
     def _needs_proximal_forward(self, batch: Batch) -> bool:
         config = self.config
@@ -231,11 +301,32 @@ class PPOActor:
         # A single minibatch: no weight has changed since the start of the update.
         return policy_logprobs.detach()
 
-    def _loss(self, policy_logprobs: Tensor, entropies: Tensor, batch: Batch) -> losses.LossResult:
+    def _loss(
+        self,
+        policy_logprobs: Tensor,
+        entropies: Tensor,
+        batch: Batch,
+        formula: Formula | None = None,
+    ) -> losses.LossResult:
         config, mask = self.config, batch["loss_mask"]
+        if policy_logprobs.shape != mask.shape:
+            raise InvalidInput(
+                f"head {type(self.head).__name__}: its values have shape "
+                f"{tuple(policy_logprobs.shape)}: expected logprobs {tuple(mask.shape)}"
+            )
         proximal = self._proximal(policy_logprobs, batch)
         weight, weight_stats = self._weight(proximal, batch)
-        loss, stats = self._policy_loss(policy_logprobs, proximal, weight, batch)
+        formula = formula or self.loss
+        given = {
+            "policy_logprobs": policy_logprobs,
+            "proximal_logprobs": proximal,
+            "entropies": entropies,
+        }
+        each, stats_of_each = formula.token_losses(formula({**batch, **given}), policy_logprobs)
+        counts = mask.to(each.dtype) if weight is None else weight
+        if "loss_weights" in batch:
+            counts = counts * batch["loss_weights"]
+        loss, stats = losses.add_up(each, stats_of_each, mask, counts)
         stats |= weight_stats
         if config.kl_loss_ctl != 0.0 or config.entropy_ctl != 0.0:
             ratio = behavior.behavior_weight(policy_logprobs, proximal, mask, None)[0]
@@ -275,32 +366,6 @@ class PPOActor:
             return weight, {**stats, "behavior_weight_capped_ratio": (mask & ~kept).sum()}
         return behavior.behavior_weight(
             proximal, sampled, mask, cap, mode=mode, cu_seqlens=batch["cu_seqlens"]
-        )
-
-    def _policy_loss(
-        self, policy_logprobs: Tensor, center: Tensor, weight: Tensor | None, batch: Batch
-    ) -> losses.LossResult:
-        config, mask, advantages = self.config, batch["loss_mask"], batch["advantages"]
-        if "loss_weights" in batch:
-            advantages = advantages * batch["loss_weights"]
-        tensors = (policy_logprobs, center, advantages, mask)
-        if config.loss_type == "sapo":
-            return losses.sapo_loss(*tensors, weight=weight)
-        if config.loss_type == "cispo":
-            return losses.cispo_loss(
-                *tensors,
-                weight=weight,
-                eps_clip=config.eps_clip,
-                eps_clip_higher=config.eps_clip_higher,
-            )
-        return losses.ppo_actor_loss(
-            *tensors,
-            weight=weight,
-            eps_clip=config.eps_clip,
-            eps_clip_higher=config.eps_clip_higher,
-            c_clip=config.c_clip,
-            importance_sampling_level="sequence" if config.loss_type == "gspo" else "token",
-            cu_seqlens=batch["cu_seqlens"],
         )
 
     def describe(self, batch: Batch) -> dict[str, float]:
@@ -375,11 +440,10 @@ def _need_reference(batch: Batch, wanted_by: str) -> None:
 
 def combine(results: list[dict[str, float]]) -> dict[str, float]:
     """Join the statistics of an update's minibatches."""
-    weights = [result["n_loss_tokens"] for result in results]
-    total = max(sum(weights), 1.0)
     combined = {}
-    for name in results[0]:
-        values = [result[name] for result in results]
+    for name in dict.fromkeys(name for result in results for name in result):
+        having = [result for result in results if name in result]
+        values = [result[name] for result in having]
         if name in _ADDED:
             combined[name] = sum(values)
         elif name.endswith("_max") or name == "peak_gib":
@@ -389,6 +453,8 @@ def combine(results: list[dict[str, float]]) -> dict[str, float]:
         elif name == "grad_norm":
             combined[name] = sum(values) / len(values)
         else:
+            weights = [result["n_loss_tokens"] for result in having]
+            total = max(sum(weights), 1.0)
             combined[name] = sum(v * w for v, w in zip(values, weights, strict=True)) / total
     combined["tokens_per_second"] = combined["n_tokens"] / combined["seconds"]
     return combined

@@ -6,10 +6,11 @@ Importing this module loads no torch: recipes name the class, and workers load r
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal.config.training import PPOActorConfig, RefConfig
 from areal.engines.export.publishing import make_publisher
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from areal.algorithms.packing import Batch
     from areal.engines.distill import Distillation
+    from areal.engines.model.heads import Head
     from areal.weights.safetensors import HostTensor
 
 
@@ -46,15 +48,35 @@ class FSDPPPOActor:
         >>> actor.compute_advantages(batch)  # subtracts the KL penalty
     """
 
-    def __init__(self, config: PPOActorConfig | RefConfig | None) -> None:
+    def __init__(
+        self,
+        config: PPOActorConfig | RefConfig | None,
+        *,
+        loss: Callable[..., Any] | None = None,
+        advantages: Callable[..., Any] | None = None,
+        head: Head | None = None,
+    ) -> None:
         """Loads the model, or its newest checkpoint if the run resumes.
 
         Args:
             config: The experiment's `actor` or `ref` section; an empty `path` means `model.path`.
+            loss: A loss of the recipe's own, in place of `actor.loss_type`. It takes any of
+                `policy_logprobs` (with gradient), `proximal_logprobs`, `behavior_logprobs`,
+                `advantages`, `entropies`, `loss_mask`, `cu_seqlens` and the other keys of the
+                batch, and `eps_clip`, `eps_clip_higher` and `c_clip` of the `actor` section. It
+                returns a loss for each token, float [T], or that and a dict of statistics [T].
+                `functools.partial` sets its constants.
+            advantages: An advantage function of the recipe's own, in place of `reward_norm` and
+                GAE. It takes any of `rewards` (float64 [S]: each sequence's, after penalties,
+                scaling and clipping), `token_rewards` (float64 [T]: the same on tokens, with the
+                KL penalty), `reduce_stats` and the keys of the batch. It returns [S] or [T].
+            head: What computes logprobs and entropies from hidden states (see
+                `areal.engines.model.heads`), [N] each.
 
         Raises:
-            InvalidInput: `config` is None, another model is already being trained, or a reference
-                that shares the actor's model (with LoRA) is created before the actor.
+            InvalidInput: `config` is None, another model is already being trained, a reference
+                that shares the actor's model (with LoRA) is created before the actor, or `loss` or
+                `advantages` is not a function.
         """
         if config is None:
             raise InvalidInput(
@@ -81,12 +103,20 @@ class FSDPPPOActor:
         config.kernels, config.attn_impl = ppo.kernels, ppo.attn_impl
         config.distributed_timeout_seconds = ppo.distributed_timeout_seconds
         self.engine = FSDPEngine(config)
-        self._ppo = PPOActor(ppo, self.engine, session.config.gconfig.temperature)
+        self._ppo = PPOActor(
+            ppo,
+            self.engine,
+            session.config.gconfig.temperature,
+            loss=loss,
+            advantages=advantages,
+            head=head,
+        )
         steps = session.config.total_train_steps * ppo.ppo_n_minibatches
         session.turn.admit(self.engine)
         self.engine.initialize(total_train_steps=None if self.frozen else steps)
         if self.frozen:
             return
+        self.engine.taken = []
         session.pair_cost = self.engine.step.work.pair_cost
         if session.resumed is not None:
             # Until its first step, a resumed recipe draws what it drew in its first life.
@@ -125,7 +155,9 @@ class FSDPPPOActor:
         with self.engine.without_adapters():
             return self._ppo.compute_logprobs(batch)
 
-    def compute_advantages(self, batch: Batch) -> None:
+    def compute_advantages(
+        self, batch: Batch, advantages: Callable[..., Any] | None = None
+    ) -> None:
         """Adds `advantages` and `returns` to a batch, both float32 [T] and 0 except on loss tokens.
 
         The method shapes the rewards, subtracts the KL penalty, computes advantages by generalized
@@ -135,16 +167,23 @@ class FSDPPPOActor:
             batch: A batch from `RemoteSGLangEngine.prepare_batch`. It also needs
                 `reference_logprobs` if `actor.kl_ctl` is not 0, and `values` if there is a critic;
                 both are float32 [T].
+            advantages: An advantage function for this call, as for the class.
 
         Raises:
-            InvalidInput: The batch lacks a key that the `actor` section or the critic requires.
+            InvalidInput: The batch lacks a key that the `actor` section or the critic requires, or
+                `advantages` returned something of another shape.
+            WorkflowError: `advantages` raised, or returned numbers that are not finite.
         """
-        self._ppo.compute_advantages(batch)
-        advantages = batch["advantages"]
-        self.session.advantages = lambda: advantages.numpy(force=True)
+        self._ppo.compute_advantages(batch, advantages)
+        found = batch["advantages"]
+        self.session.advantages = lambda: found.numpy(force=True)
 
-    def ppo_update(self, batch: Batch) -> dict[str, float]:
+    def ppo_update(self, batch: Batch, loss: Callable[..., Any] | None = None) -> dict[str, float]:
         """Updates the policy on a batch with advantages and returns the step's metrics.
+
+        Args:
+            batch: A batch after `compute_advantages`.
+            loss: A loss for this call, as for the class.
 
         Returns:
             Metrics of the batch, the loss and the optimizer, under their names in docs/metrics.md,
@@ -155,16 +194,38 @@ class FSDPPPOActor:
             TrainingDiverged: Several gradients in a row were not finite. The limit is 3 by default
                 (`OptimizerConfig.max_skipped_steps`, which can be set only in code). The batch is
                 saved in the run folder (see `areal.engines.failed_step`); no weights are published.
+            InvalidInput: The loss returned something that is not one number per token, or that has
+                no gradient.
+            WorkflowError: The loss raised.
         """
         start = time.monotonic()
         try:
-            stats = self._ppo.ppo_update(batch)
+            stats = self._ppo.ppo_update(batch, loss)
         except TrainingDiverged as error:
             from areal.engines import failed_step
 
-            settings = failed_step.settings_of(self._ppo.config, self._ppo.temperature)
+            settings = failed_step.settings_of(
+                self._ppo.config,
+                self._ppo.temperature,
+                failed_step.describe_loss(self._ppo, loss),
+            )
             raise failed_step.keep(error, self.session, actor=settings) from None
         return self._enter(stats, start)
+
+    def record(self, numbers: Mapping[str, float]) -> None:
+        """Puts numbers of the recipe's own into the row of the step in progress.
+
+        The row is in metrics.jsonl, the tracker, `areal status --json` and the dashboard.
+
+        Args:
+            numbers: By name, such as `{"my/share_of_tools": 0.5}`. Of several ranks, the numbers
+                of rank 0 count; `actor.engine.reduce_stats` adds them up over all ranks.
+
+        Raises:
+            InvalidInput: No step is in progress, a name is that of a metric of every step, or a
+                value is not a number.
+        """
+        self.session.note(numbers)
 
     def distill(self, batch: Batch, distillation: Distillation) -> dict[str, float]:
         """Updates the policy toward a teacher's distribution and returns the step's metrics.
@@ -225,6 +286,7 @@ class FSDPPPOActor:
             self._publish(meta, version)
         waited, self.engine.exporter.waited_s = self.engine.exporter.waited_s, 0.0
         session.row["time/publish"] = time.monotonic() - start + waited
+        self._enter_taken()
         session.finish_step()
 
     def checkpoint_bytes(self) -> int:
@@ -248,11 +310,23 @@ class FSDPPPOActor:
 
     def _enter(self, stats: dict[str, float], start: float) -> dict[str, float]:
         """Into the step's row, under the names of metrics."""
+        self.engine.taken = []
         del stats["staleness"]  # of trajectories: the batch has that of groups
         metrics = named(stats)
         self.session.row.update(metrics)
         self.session.row["time/train"] = time.monotonic() - start
         return metrics
+
+    def _enter_taken(self) -> None:
+        """Into the row: the steps that a recipe took with `engine.train_batch` alone."""
+        from areal.engines.ppo import combine
+
+        taken, self.engine.taken = self.engine.taken, []
+        if taken and "train/loss" not in self.session.row:
+            stats = combine(taken)
+            own = {name: value for name, value in stats.items() if name not in self.session.row}
+            self.session.row.update(named(own))
+            self.session.row["time/train"] = stats["seconds"]
 
     def _publish(self, meta: WeightUpdateMeta, version: int) -> None:
         """Every rank takes part in gathering; rank 0 publishes, in a thread."""

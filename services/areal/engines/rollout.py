@@ -171,6 +171,20 @@ class RemoteSGLangEngine:
             session.turn.give()
         return self._take(None, [task.task_id for task in tasks])
 
+    def record(self, numbers: Mapping[str, float]) -> None:
+        """Puts numbers of the recipe's own into the row of the step in progress.
+
+        See `FSDPPPOActor.record`.
+
+        Args:
+            numbers: By name, such as `{"my/share_of_tools": 0.5}`.
+
+        Raises:
+            InvalidInput: No step is in progress, a name is that of a metric of every step, or a
+                value is not a number.
+        """
+        self.session.note(numbers)
+
     def evaluate(
         self, rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, name: str,
         *, version: int | None = None,

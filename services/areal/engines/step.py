@@ -188,17 +188,21 @@ class TrainStep:
         with self._phases("forward"):
             logprobs, entropies, mb = self._read(mb, head)
             loss_sum, stats = loss_fn(logprobs, entropies, mb)
-        used = float(index is not None and weight > 0)
+        used = index is not None and weight > 0
+        if not used:  # a dummy: what a loss makes of it, perhaps NaN, must not count
+            loss_sum = logprobs.sum() * 0.0
         with self._phases("backward"):
             # FSDP averages gradients over ranks; the loss is a sum over their tokens.
-            torch.autograd.backward(loss_sum * (self._averaged * used))
+            torch.autograd.backward(loss_sum * self._averaged)
         so_far.weight += weight
         so_far.micro_batches += 1
         so_far.bad_logprobs = so_far.bad_logprobs + (~torch.isfinite(logprobs.detach())).sum()
         stats = {**stats, "loss": loss_sum.detach(), "entropy": entropies.sum()}
         sums = so_far.sums
         for name, raw in stats.items():
-            value = raw.detach().double() * used
+            value = raw.detach().double()
+            if not used:
+                value = torch.full_like(value, -math.inf if name.endswith("_max") else 0.0)
             if name.endswith("_max"):
                 sums[name] = torch.maximum(sums[name], value) if name in sums else value
             else:
@@ -235,6 +239,7 @@ class TrainStep:
         result = {
             name: value if name.endswith("_max") else value / max(total_weight, 1.0)
             for name, value in reduced.items()
+            if value != -math.inf or total_weight > 0  # the maximum of nothing
         }
         result |= {
             "grad_norm": grad_norm,

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from areal.errors import InvalidInput
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -288,3 +290,43 @@ def evaluation_names(
     """Returns the metrics of one evaluation, as trackers have them."""
     figures = {"mean": mean, "stderr": stderr, "failed": failed}
     return {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+
+
+def refuse_taken(name: object, who: str) -> None:
+    """Raises InvalidInput for a number that cannot be in a step's row under this name."""
+    if not isinstance(name, str) or not name:
+        raise InvalidInput(f"{who}: name {name!r}: expected a name, such as 'my/number'")
+    taken = {metric.name for section in METRICS.values() for metric in section}
+    if name in taken | set(NAMES):
+        raise InvalidInput(
+            f"{who}: {name!r} is a metric of every step: expected another name, such as 'my/{name}'"
+        )
+
+
+def plain_numbers(numbers: object, who: str) -> dict[str, float]:
+    """Returns a recipe's own numbers for a step's row.
+
+    Args:
+        numbers: Name to number, or to a tensor or array of one number.
+        who: For messages: the place that records them.
+
+    Raises:
+        InvalidInput: A name is that of a metric of every step, or a value is no single number.
+    """
+    if not isinstance(numbers, Mapping):
+        raise InvalidInput(
+            f"{who}: {type(numbers).__name__}: expected a dict such as {{'my/number': 1.0}}"
+        )
+    found: dict[str, float] = {}
+    for name, value in numbers.items():
+        refuse_taken(name, who)
+        single = value
+        if hasattr(value, "item") and getattr(value, "size", None) is not None:
+            count = value.numel() if hasattr(value, "numel") else value.size
+            single = value.item() if count == 1 else value
+        if not isinstance(single, int | float):
+            shape = getattr(value, "shape", None)
+            got = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
+            raise InvalidInput(f"{who}: {name!r}: expected a number, got {got}")
+        found[name] = single
+    return found

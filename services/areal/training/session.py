@@ -21,6 +21,7 @@ a call waits for.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextvars import ContextVar
@@ -46,6 +47,7 @@ from areal.training.checkpoint_writer import Checkpointable, CheckpointWriter
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
 from areal.training.gpu_turn import GpuTurn
 from areal.training.ledger import TrainerLedger
+from areal.training.metric_names import plain_numbers
 from areal.training.ranks import Ranks, gather_json
 from areal.training.rollouts.writer import RolloutWriter
 from areal.training.run_files import EVALUATIONS, RunFiles, best_step
@@ -415,26 +417,41 @@ class TrainerSession(Ranks):
             "staleness/max": max(staleness),
             "replay": taken.replay,
             "queued": taken.queued,
-            **self._reward_parts(groups),
+            **self._rewards(groups),
         }
         return groups
 
-    def _reward_parts(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
-        """Mean of each part over the trajectories that have it, on all ranks alike. Collective.
+    def _rewards(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+        """Rewards of the batch and their parts, on all ranks alike. Collective.
 
-        `timeouts` is a sum: only answers that took too long to judge have it.
+        A part is a mean over the trajectories that have it; `timeouts` is a sum: only answers that
+        took too long to judge have it. An update of the actor describes the rewards that it used.
         """
+        trajectories = [each for group in groups for each in group.trajectories]
         mine: dict[str, list[float]] = {}
-        for trajectory in (each for group in groups for each in group.trajectories):
+        for trajectory in trajectories:
             for name, value in trajectory.reward_parts.items():
                 total = mine.setdefault(name, [0.0, 0.0])
                 total[0], total[1] = total[0] + value, total[1] + 1
+        own: Any = [[float(each.reward) for each in trajectories], mine]
+        rewards: list[float] = []
         sums: dict[str, list[float]] = {}
-        for rank in [mine] if self.world_size == 1 else gather_json(mine):
-            for name, (value, count) in rank.items():
+        for there, parts in [own] if self.world_size == 1 else gather_json(own):
+            rewards += there
+            for name, (value, count) in parts.items():
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0], total[1] = total[0] + value, total[1] + count
-        return {
+        found: dict[str, float] = {}
+        if rewards:
+            mean = sum(rewards) / len(rewards)
+            squares = sum((each - mean) ** 2 for each in rewards)
+            found = {
+                "reward/mean": mean,
+                "reward/std": math.sqrt(squares / max(len(rewards) - 1, 1)),
+                "reward/lowest": min(rewards),
+                "reward/highest": max(rewards),
+            }
+        return found | {
             f"reward/{name}": value if name == TIMEOUTS else value / count
             for name, (value, count) in sorted(sums.items())
         }
@@ -495,6 +512,20 @@ class TrainerSession(Ranks):
     def result(self, name: str) -> Any:
         """Returns a recorded result, even of an earlier incarnation; the same on every rank."""
         return self.on_rank0(lambda: self._files.results.get(name) if self._files else None)
+
+    def note(self, numbers: Mapping[str, Any]) -> None:
+        """Puts a recipe's own numbers into the row of the step in progress (that of rank 0 counts).
+
+        Raises:
+            InvalidInput: No step is in progress, or a name or value cannot be in a row.
+        """
+        who = f"{called_at()}: record"
+        if not self.batch_at:
+            raise errors.InvalidInput(
+                f"{who}: no step has a batch: expected a call between prepare_batch and "
+                "upload_weights, whose row it is for"
+            )
+        self.row.update(plain_numbers(numbers, who))
 
     def check_batch(self) -> None:
         """Raises InvalidInput at the end of a step that has no batch."""

@@ -22,7 +22,14 @@ import orjson
 import areal.types
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import InvalidInput, nearest
-from areal.recipe import Recipe, check_module_level, find_function, source_of
+from areal.recipe import (
+    Recipe,
+    check_module_level,
+    find_function,
+    find_part,
+    reference,
+    source_of,
+)
 from areal.types import WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
 
@@ -60,7 +67,7 @@ def recipe_of(value: object) -> Recipe | None:
         names = ", ".join(sorted(r.file_name for r in found.values()))
         raise InvalidInput(
             f"workflow {type(value).__name__}: its class and functions come from different files "
-            f"({names}): expected one file, the recipe"
+            f"({names}): expected one file, the recipe, or one folder (docs/tutorial.md)"
         )
     return next(iter(found.values()), None)
 
@@ -81,7 +88,7 @@ def describe_workflow(workflow: RolloutWorkflow) -> WorkflowSpec:
     }
     recipe = recipe_of(workflow)
     return WorkflowSpec(
-        name=builtin.get(cls) or cls.__qualname__,
+        name=builtin.get(cls) or reference(cls),
         recipe_digest=recipe.digest if recipe is not None else "",
         kwargs_json=orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS).decode(),
     )
@@ -102,13 +109,13 @@ def _encode(value: Any, where: str) -> Any:
         return value
     if isinstance(value, (FunctionType, type)):
         check_module_level(value, f"{where} function or class")
-        return {_FUNCTION: value.__qualname__}
+        return {_FUNCTION: reference(value)}
     if is_dataclass(value) and not isinstance(value, type):
         encoded = {
             item.name: _encode(getattr(value, item.name), f"{where}.{item.name}")
             for item in fields(value)
         }
-        return {_DATACLASS: type(value).__qualname__, **encoded}
+        return {_DATACLASS: reference(type(value)), **encoded}
     if isinstance(value, (list, tuple)):
         return [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, dict):
@@ -181,6 +188,9 @@ def find_workflow(name: str, module: ModuleType | None) -> type[RolloutWorkflow]
         for key, value in vars(module).items():
             if isinstance(value, type) and issubclass(value, RolloutWorkflow):
                 found[key] = value
+        part = find_part(module, name) if ":" in name else None
+        if isinstance(part, type) and issubclass(part, RolloutWorkflow):
+            found[name] = part
     if name not in found:
         hint = "" if module is not None else " (built-ins only: workflow.recipe_digest is empty)"
         raise InvalidInput(
@@ -211,6 +221,8 @@ def _decode(value: Any, hint: Any, module: ModuleType | None, where: str) -> Any
 def _find_dataclass(name: str, module: ModuleType | None, where: str) -> type:
     for space in (module, areal.types, sys.modules[BaseExperimentConfig.__module__]):
         candidate = getattr(space, name, None)
+        if ":" in name and module is not None:
+            candidate = find_part(module, name)
         if isinstance(candidate, type) and is_dataclass(candidate):
             return candidate
     raise InvalidInput(f"{where}: unknown dataclass {name!r}")

@@ -11,6 +11,9 @@ const ENDED = ["trained", "delivered", "rejected", "cancelled", "expired", "dead
 const WORDS = { batched: "in training", trained: "trained, saved" };
 const TIMES = [["time/train", "Train", "var(--teal)"], ["time/wait", "Wait", "var(--slate)"], ["time/publish", "Publish", "var(--amber)"]];
 const SPARKS = [["train/loss", "Loss"], ["train/grad_norm", "Grad norm"], ["policy/entropy", "Entropy"]];
+// What a recipe records has a name of its own, such as my/number.
+const OURS = /^(reward|group|rollout|staleness|train|policy|reference|mismatch|critic|time|eval)\//;
+const MOST_OWN = 12;
 const SERVER_TONE = { serving: "good", syncing: "busy", joining: "busy", draining: "warn", quarantined: "bad" };
 const TRAINER = {
   starting: ["busy", "Starting"], waiting: ["busy", "Waiting for a batch"], training: ["good", "Training"],
@@ -302,7 +305,9 @@ function drawSparks(empty) {
     host.replaceChildren(note);
     return;
   }
-  for (const [key, label] of SPARKS) {
+  const recorded = new Set(state.rows.slice(-50).flatMap((row) => Object.keys(row)));
+  const own = [...recorded].filter((key) => key.includes("/") && !OURS.test(key)).sort().slice(0, MOST_OWN);
+  for (const [key, label] of [...SPARKS, ...own.map((key) => [key, key])]) {
     if (!sparks.has(key)) {
       if (!sparks.size) host.replaceChildren();
       const row = document.createElement("div");

@@ -24,6 +24,7 @@ from areal.config.model_origin import find_model
 from areal.config.presets import preset
 from areal.config.services import EndpointsConfig, KubernetesConfig, SlurmConfig
 from areal.errors import ArealError, ConfigError, NotFound
+from areal.recipe import Recipe
 from areal.security import Security, SecurityConfig
 from areal_launch.clusters.base import count_nodes, refuse_sharing, servers_on_gpus
 from areal_launch.clusters.kubernetes_api import KubernetesApi
@@ -169,11 +170,16 @@ class Release:
         values.write_text(yaml.safe_dump(allocation_values(self.config)), "utf-8")
         experiment = self._folder / "experiment.yaml"
         experiment.write_text(experiment_to_send(self.config), "utf-8")
+        recipe = Path(self.config.recipe)
+        if recipe.is_dir():
+            source = Recipe.read(recipe).source
+            recipe = self._folder / "recipe.py"
+            recipe.write_bytes(source)
         files = [str(values), *self._settings.values]
         return [
             *(self.name, self._settings.chart),
             *(part for file in files for part in ("--values", file)),
-            *("--set-file", f"recipe={self.config.recipe}"),
+            *("--set-file", f"recipe={recipe}"),
             *("--set-file", f"config={experiment}"),
         ]
 

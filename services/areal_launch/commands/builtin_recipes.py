@@ -1,7 +1,9 @@
-"""`areal run trainer.type=sft …`: runs a recipe of the repository instead of your own."""
+"""`areal run trainer.type=sft …`: runs one of the examples, which the wheel has, too."""
 
 from __future__ import annotations
 
+import contextlib
+from importlib import metadata
 from pathlib import Path
 
 from areal.errors import InvalidInput, nearest
@@ -16,7 +18,7 @@ RECIPES = {
     "rw": "reward_model.py",
     "sft": "gsm8k_sft.py",
 }
-"""File names in `EXAMPLES`, by `trainer.type`."""
+"""File names of examples, by `trainer.type`."""
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -39,10 +41,22 @@ def find_recipe(recipe: Path, overrides: list[str]) -> tuple[Path, list[str]]:
         raise InvalidInput(f"{_KEY}{chosen[-1]}: expected once, in place of a recipe")
     if chosen[0] not in RECIPES:
         raise InvalidInput(f"{_KEY}{chosen[0]}: no such recipe{nearest(chosen[0], RECIPES)}")
-    file = EXAMPLES / RECIPES[chosen[0]]
-    if not file.is_file():
-        raise InvalidInput(
-            f"{_KEY}{chosen[0]}: {str(file)!r} does not exist: expected a checkout of the "
-            "repository, which has these recipes in examples/"
-        )
-    return file, rest
+    return find_example(RECIPES[chosen[0]]), rest
+
+
+def find_example(name: str) -> Path:
+    """Returns a file of the examples: of the checkout, or of the installed distribution.
+
+    Raises:
+        InvalidInput: This installation has no such file.
+    """
+    if (EXAMPLES / name).is_file():
+        return EXAMPLES / name
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.files("areal-services") or ():
+            if file.parts[-4:] == ("share", "areal", "examples", name):
+                return Path(str(file.locate())).resolve()
+    raise InvalidInput(
+        f"{name}: expected a checkout with examples/, or the distribution areal-services, which "
+        "has them"
+    )

@@ -115,6 +115,8 @@ def read_experiment(
     if not callable(getattr(module, "main", None)):
         raise InvalidInput(f"recipe {str(recipe)!r}: expected a function main(argv)")
     file, beside = config, recipe.with_suffix(".yaml")
+    if recipe.is_dir():
+        beside = recipe / "recipe.yaml"
     if file is None and beside.is_file():
         file = beside
     resolved = build_config(find_config_class(module, GRPOConfig), file, overrides)

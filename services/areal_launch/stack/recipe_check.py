@@ -94,7 +94,11 @@ def _findings(folder: Path, recipe: str, code: int) -> list[Finding]:
     stacks = folder / "stacks.txt"
     late = next((line for line in reversed(lines) if "late" in line), None)
     if late is not None and stacks.exists() and (text := stacks.read_text("utf-8")):
-        places = [f"{path}:{line}" for path, line in _FRAME.findall(text) if path == recipe]
+        places = [
+            f"{path}:{line}"
+            for path, line in _FRAME.findall(text)
+            if Path(path).is_relative_to(recipe)
+        ]
         where = f" ({places[0]})" if places else ""
         return [*findings, _finding({**late, "said": late["said"] + where, "traceback": text})]
     said = " | ".join(last_lines(folder / "output.txt")) or "no output"

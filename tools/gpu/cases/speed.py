@@ -12,7 +12,7 @@ import torch
 from tools.gpu.cases import Skipped
 from tools.gpu.models import batch_of, device, engine, groups_of, lengths_of, make, timed, wait
 
-from areal.algorithms.losses import ppo_actor_loss, sft_loss
+from areal.algorithms.losses import add_up, ppo_actor_loss, sft_loss
 from areal.algorithms.packing import Batch
 from areal.config.training import LoraConfig
 from areal.engines.fsdp import FSDPEngine
@@ -70,7 +70,9 @@ def _step(made: FSDPEngine, batch: Batch, loss: str) -> dict[str, float]:
         return made.train_batch(batch, lambda p, _, mb: sft_loss(p, mb["loss_mask"]))
     return made.train_batch(
         batch,
-        lambda p, _, mb: ppo_actor_loss(p, p.detach(), torch.ones_like(p), mb["loss_mask"]),
+        lambda p, _, mb: add_up(
+            *ppo_actor_loss(p, p.detach(), torch.ones_like(p), mb["loss_mask"]), mb["loss_mask"]
+        ),
     )
 
 

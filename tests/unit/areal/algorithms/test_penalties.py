@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from tests.unit.areal.algorithms import summed
 
-from areal.algorithms import behavior, losses, penalties
+from areal.algorithms import behavior, penalties
 
 VOCABULARY = 7
 
@@ -76,7 +77,7 @@ def test_penalties_when_tokens_are_masked_then_ignore_whatever_stands_there():
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("loss_fn", [losses.ppo_actor_loss, losses.sapo_loss])
+@pytest.mark.parametrize("loss_fn", [summed.ppo_actor_loss, summed.sapo_loss])
 def test_losses_when_checked_numerically_then_gradients_are_the_derivatives(seed, loss_fn):
     g = torch.Generator().manual_seed(seed)
     center, advantages = torch.randn(2, 12, generator=g, dtype=torch.float64)

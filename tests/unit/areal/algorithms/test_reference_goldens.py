@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.unit.areal.algorithms import summed
 
-from areal.algorithms import advantages, behavior, losses, normalization, penalties
+from areal.algorithms import advantages, behavior, normalization, penalties
 from areal.config.training import PPOActorConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -83,7 +84,7 @@ def test_ppo_actor_loss_when_decoupled_then_equals_areal(seed, name, options):
     assert_loss(
         case,
         name,
-        lambda p: losses.ppo_actor_loss(
+        lambda p: summed.ppo_actor_loss(
             p,
             proximal,
             case["advantages"],
@@ -102,13 +103,13 @@ def test_ppo_actor_loss_when_decoupled_without_cap_then_differs_from_areals_sile
     proximal, rest = case["proximal_logprobs"], (case["advantages"], case.mask)
     plain = float(case.arrays["plain.loss"])
     weight, _ = behavior.behavior_weight(proximal, case["behavior_logprobs"], case.mask, None)
-    ours, _ = losses.ppo_actor_loss(case["policy_logprobs"], proximal, *rest, weight=weight)
+    ours, _ = summed.ppo_actor_loss(case["policy_logprobs"], proximal, *rest, weight=weight)
     assert abs(float(ours / case.mask.sum()) - plain) > 1e-2
     # What it computes is plain PPO around the proximal policy.
     assert_loss(
         case,
         "plain",
-        lambda p: losses.ppo_actor_loss(p, proximal, *rest),
+        lambda p: summed.ppo_actor_loss(p, proximal, *rest),
     )
 
 
@@ -214,19 +215,19 @@ def test_policy_losses_when_not_decoupled_then_equal_verl(seed):
     assert_loss(
         case,
         "vanilla",
-        lambda p: losses.ppo_actor_loss(
+        lambda p: summed.ppo_actor_loss(
             p, center, case["advantages"], case.mask, c_clip=1.5, **clip
         ),
     )
     assert_loss(
         case,
         "cispo",
-        lambda p: losses.cispo_loss(p, center, case["advantages"], case.mask, **clip),
+        lambda p: summed.cispo_loss(p, center, case["advantages"], case.mask, **clip),
     )
     assert_loss(
         case,
         "gspo",
-        lambda p: losses.ppo_actor_loss(
+        lambda p: summed.ppo_actor_loss(
             p,
             center,
             case["grpo"],

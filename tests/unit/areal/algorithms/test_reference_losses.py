@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.unit.areal.algorithms import summed
 from tests.unit.areal.algorithms.test_reference_goldens import SEEDS, Case, assert_loss
 
 from areal.algorithms import advantages, behavior, losses, penalties
@@ -41,7 +42,7 @@ def test_token_weights_when_the_loss_is_aggregated_then_equals_verl(seed, name, 
     assert_loss(
         case,
         f"agg.{name}",
-        lambda p: losses.ppo_actor_loss(p, center, gains, case.mask, c_clip=3.0, **CLIP),
+        lambda p: summed.ppo_actor_loss(p, center, gains, case.mask, c_clip=3.0, **CLIP),
     )
 
 
@@ -49,14 +50,14 @@ def test_token_weights_when_the_loss_is_aggregated_then_equals_verl(seed, name, 
 @pytest.mark.parametrize(
     ("name", "loss_fn", "aggregation", "options"),
     [
-        ("grpo", losses.ppo_actor_loss, "sequence_mean", CLIP),
-        ("dr_grpo", losses.ppo_actor_loss, "constant", CLIP),
-        ("dapo", losses.ppo_actor_loss, "token_mean", CLIP),
-        ("sapo", losses.sapo_loss, "sequence_mean", {}),
-        ("cispo", losses.cispo_loss, "token_mean", {"eps_clip": 1.0, "eps_clip_higher": 4.0}),
+        ("grpo", summed.ppo_actor_loss, "sequence_mean", CLIP),
+        ("dr_grpo", summed.ppo_actor_loss, "constant", CLIP),
+        ("dapo", summed.ppo_actor_loss, "token_mean", CLIP),
+        ("sapo", summed.sapo_loss, "sequence_mean", {}),
+        ("cispo", summed.cispo_loss, "token_mean", {"eps_clip": 1.0, "eps_clip_higher": 4.0}),
         (
             "gspo",
-            losses.ppo_actor_loss,
+            summed.ppo_actor_loss,
             "sequence_mean",
             {**CLIP, "importance_sampling_level": "sequence"},
         ),
@@ -82,7 +83,7 @@ def test_kl_loss_when_off_policy_then_equals_trls_bias_correction(seed):
     def loss(policy):
         ratio, _ = behavior.behavior_weight(policy, center, mask, None)
         kl, _ = penalties.kl_loss(policy, reference, ratio, mask, "k3")
-        clipped, stats = losses.ppo_actor_loss(policy, center, one_each, mask, **CLIP)
+        clipped, stats = summed.ppo_actor_loss(policy, center, one_each, mask, **CLIP)
         return clipped + 0.1 * kl, stats
 
     assert_loss(case, "kl", loss)
@@ -125,7 +126,7 @@ def test_sapo_loss_when_compared_then_equals_areal_and_verl(seed, package):
     aggregation = {"areal": "token_mean", "verl": "sequence_mean"}[package]
     gains = aggregated(case, aggregation, case["advantages"])
     center = case["proximal_logprobs"]
-    assert_loss(case, "sapo", lambda p: losses.sapo_loss(p, center, gains, case.mask))
+    assert_loss(case, "sapo", lambda p: summed.sapo_loss(p, center, gains, case.mask))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from areal.config.experiment import GRPOConfig
@@ -124,3 +126,44 @@ def test_call_when_main_leaves_by_sys_exit_then_0_is_a_return_and_all_else_an_er
     for code in (1, "no rows"):
         with pytest.raises(InvalidInput, match=f"main ended with SystemExit: {code}"):
             leave(code)
+
+
+RECORDS = b"""
+from areal.recipe import called_at
+
+def record(session, numbers):
+    session.note(numbers)
+"""
+
+
+def test_record_when_a_step_is_in_progress_then_its_row_has_the_numbers(session) -> None:
+    session.attach(Actor())
+    load_recipe(RECIPE, "mine/x.py").take(session)
+    session.note({"my/x": 1, "my/array": np.float32(0.5), "my/tensor": np.ones(1)})
+    session.note({"my/x": 2.5})
+    session.finish_step()
+    row = json.loads((session.config.run_dir / "metrics.jsonl").read_text())
+    assert (row["my/x"], row["my/array"], row["my/tensor"]) == (2.5, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"reward/mean": 1.0}, "'reward/mean' is a metric of every step"),
+        ({"loss": 1.0}, "'loss' is a metric of every step"),
+        ({"my/x": "1"}, "'my/x': expected a number, got str"),
+        ({"my/x": np.ones(3)}, r"'my/x': expected a number, got shape \(3,\)"),
+        ({"": 1.0}, "name '': expected a name"),
+        ({3: 1.0}, "name 3: expected a name"),
+        ([1.0], "list: expected a dict"),
+    ],
+)
+def test_record_when_it_cannot_be_in_a_row_then_one_line_names_the_place(
+    session, numbers, said
+) -> None:
+    module = load_recipe(RECORDS, "mine/x.py")
+    with pytest.raises(InvalidInput, match=r"^mine/x\.py:5: record: no step has a batch"):
+        module.record(session, {"my/x": 1.0})
+    load_recipe(RECIPE, "mine/x.py").take(session)
+    with pytest.raises(InvalidInput, match=rf"^mine/x\.py:5: record: {said}"):
+        module.record(session, numbers)
