@@ -127,9 +127,15 @@ class Hops:
         return sessions
 
     async def reply(
-        self, worker: Sessions, path: str, body: Any = None, method: str = "POST", retry: int = 0
+        self,
+        worker: Sessions,
+        path: str,
+        body: Any = None,
+        method: str = "POST",
+        retry: int = 0,
+        **more: str,
     ) -> Reply:
-        headers = {"Authorization": f"Bearer {KEY}", "x-stainless-retry-count": str(retry)}
+        headers = {"Authorization": f"Bearer {KEY}", "x-stainless-retry-count": str(retry), **more}
         content = b"" if body is None else orjson.dumps(body)
         return await worker.serve(self.id, method, path, headers, content)
 

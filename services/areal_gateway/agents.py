@@ -15,23 +15,23 @@ import hmac
 import secrets
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Literal
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.background import BackgroundTask
 
+from areal.agents import headers
 from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.rollout import RolloutClient
-from areal.errors import InvalidInput, Unavailable
+from areal.errors import ArealError, InvalidInput, Unavailable
 from areal.types import Purpose, Task, WorkflowSpec
+from areal.v1.buffer_service_pb2 import UpdateSessionRequest
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
 from areal_gateway.config import GatewayConfig
-
-# What a worker reads of a request.
-_HEADERS = ("authorization", "x-api-key", "x-stainless-retry-count")
 
 
 async def _unless_gone(
@@ -139,23 +139,36 @@ def add_agents(
             session_id=session_id,
             method=request.method,
             path=f"/{path}" if path else "",
-            headers={name: request.headers[name] for name in _HEADERS if name in request.headers},
+            headers={
+                name: request.headers[name] for name in headers.READ if name in request.headers
+            },
             content=await request.body(),
         )
         replies = rollout.call_session(passed, wait_s=2 * config.generation_s)
         reply = await _unless_gone(request, replies)
         kind = "text/event-stream" if reply.stream else "application/json"
+        whole = not reply.stream
+
+        async def sent() -> None:
+            if whole and reply.receipt and sessions is not None:
+                # Without this record the answer counts as lost if the client asks again.
+                with suppress(ArealError):
+                    await sessions.update(UpdateSessionRequest.FromString(reply.receipt))
+
+        after = BackgroundTask(sent)
         if not reply.stream:
             await replies.aclose()
-            return Response(reply.body, reply.status, dict(reply.headers), kind)
+            return Response(reply.body, reply.status, dict(reply.headers), kind, after)
 
         async def parts() -> AsyncGenerator[bytes]:
+            nonlocal whole
             async with aclosing(replies):
                 yield reply.body
                 async for more in replies:
                     yield more.body
+            whole = True
 
-        return StreamingResponse(parts(), reply.status, dict(reply.headers), kind)
+        return StreamingResponse(parts(), reply.status, dict(reply.headers), kind, after)
 
     for path in ("/sessions/{session_id}", "/sessions/{session_id}/{path:path}"):
         app.add_api_route(path, call, methods=["GET", "POST"], include_in_schema=False)

@@ -27,6 +27,7 @@ import hmac
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from areal.agents.fields import score
@@ -113,7 +114,8 @@ class Sessions:
             return {"id": session_id, "state": await self._end(calls, score(body))}
 
         more = {("GET", ""): state, ("POST", "/end"): end}
-        return await handle(find, method, path.rstrip("/"), headers, content, more)
+        reply = await handle(find, method, path.rstrip("/"), headers, content, more)
+        return replace(reply, receipt=calls.receipt) if reply.status == 200 else reply
 
     async def _find(self, session_id: str, key: str) -> LedgerCalls:
         """What the ledger has of a session; raises Unauthenticated, NotFound."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from areal.agents.headers import Repeats
 from areal.agents.tree import Call, Merged, merge
 from areal.errors import NotFound
 from areal.types import LLMResponse, StopReason
@@ -14,7 +15,7 @@ from areal.types import LLMResponse, StopReason
 class CallStore(Protocol):
     """Stores the calls of one session."""
 
-    async def begin(self, prompt: Sequence[int], n: int, *, retry: bool) -> int:
+    async def begin(self, prompt: Sequence[int], n: int, repeats: Repeats) -> int:
         """Reserves numbers for `n` answers, in order of arrival; returns the first number."""
         ...
 
@@ -68,10 +69,12 @@ class Calls:
         self.outcome: float | None = None
         """The reward that the agent posted for all of it."""
 
-    async def begin(self, prompt: Sequence[int], n: int, *, retry: bool) -> int:
+    async def begin(self, prompt: Sequence[int], n: int, repeats: Repeats) -> int:
         """See `CallStore`."""
         nothing = LLMResponse(list(prompt), [], [], [], StopReason.ABORT)
-        self._calls += [Call(nothing, retry, delivered=False) for _ in range(n)]
+        self._calls += [
+            Call(nothing, repeats.retry, repeats.key, delivered=False) for _ in range(n)
+        ]
         return len(self._calls) - n
 
     async def record(

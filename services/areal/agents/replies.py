@@ -98,6 +98,8 @@ class Reply:
     """To be awaited once the whole body has been sent."""
     parts: Parts | None = None
     """A streamed body, which replaces `body`; must be closed."""
+    receipt: bytes = b""
+    """What the process that sends the body to the client has to store once it has."""
 
 
 def failure(error: ArealError, *, typed: bool) -> tuple[int, Event]:

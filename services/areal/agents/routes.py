@@ -21,6 +21,7 @@ import orjson
 
 from areal.agents.chat import Answer
 from areal.agents.fields import body_of, get, number_of, score
+from areal.agents.headers import Repeats, api_key
 from areal.agents.replies import Reply, delivery, failure, streamed
 from areal.agents.session import Session
 from areal.errors import (
@@ -63,8 +64,7 @@ async def handle(
     while path.startswith("/v1/"):
         path = path.removeprefix("/v1")
     try:
-        key = names.get("authorization", "").removeprefix("Bearer ") or names.get("x-api-key", "")
-        session = await find(key)
+        session = await find(api_key(names))
         if answering := (own or {}).get((method, path)):
             return _json(await answering(body_of(content) if content.strip() else {}))
         return await _route(session, method, path, names, content)
@@ -87,61 +87,60 @@ async def _route(
         raise NotFound(f"{method} {path}: no such route")
     # Not on the event loop, which other episodes share; only the first call has anything to do.
     await asyncio.to_thread(load_apis)
-    retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
-    return await route(session, body_of(content), retry)
+    return await route(session, body_of(content), Repeats.of(headers))
 
 
-async def _chat(session: Session, body: dict[str, Any], retry: bool) -> Reply:
+async def _chat(session: Session, body: dict[str, Any], repeats: Repeats) -> Reply:
     from areal.agents import openai_chat as api
 
     request = api.read_request(body)
     model, tokenizer = session.model.name, session.model.tokenizer
     if get(body, "stream", bool):
         return await streamed(
-            lambda on_delta: session.chat(request, retry=retry, on_delta=on_delta),
+            lambda on_delta: session.chat(request, repeats=repeats, on_delta=on_delta),
             lambda first: api.Events(_id("chatcmpl", session, first), model, body, tokenizer),
             session,
             live=not body.get("logprobs"),
         )
-    answers = await session.chat(request, retry=retry)
+    answers = await session.chat(request, repeats=repeats)
     known = _id("chatcmpl", session, answers[0].number)
     return _json(api.write_completion(known, model, answers, body, tokenizer), session, answers)
 
 
-async def _completions(session: Session, body: dict[str, Any], retry: bool) -> Reply:
+async def _completions(session: Session, body: dict[str, Any], repeats: Repeats) -> Reply:
     from areal.agents import openai_text as api
 
     model, tokenizer = session.model.name, session.model.tokenizer
     request = api.read_text_request(body, tokenizer)
     if get(body, "stream", bool):
         return await streamed(
-            lambda on_delta: session.complete(**request, retry=retry, on_delta=on_delta),
+            lambda on_delta: session.complete(**request, repeats=repeats, on_delta=on_delta),
             lambda first: api.TextEvents(_id("cmpl", session, first), model, body, tokenizer),
             session,
             live=body.get("logprobs") is None,
         )
-    answers = await session.complete(**request, retry=retry)
+    answers = await session.complete(**request, repeats=repeats)
     known = _id("cmpl", session, answers[0].number)
     return _json(api.write_text(known, model, answers, body, tokenizer), session, answers)
 
 
-async def _messages(session: Session, body: dict[str, Any], retry: bool) -> Reply:
+async def _messages(session: Session, body: dict[str, Any], repeats: Repeats) -> Reply:
     from areal.agents import anthropic_messages as api
 
     request = api.read_request(body)
     if get(body, "stream", bool):
         return await streamed(
-            lambda on_delta: session.chat(request, retry=retry, on_delta=on_delta),
+            lambda on_delta: session.chat(request, repeats=repeats, on_delta=on_delta),
             lambda first: api.Events(_id("msg", session, first), session.model.name),
             session,
             named=True,
         )
-    answers = await session.chat(request, retry=retry)
+    answers = await session.chat(request, repeats=repeats)
     known = _id("msg", session, answers[0].number)
     return _json(api.write_message(known, session.model.name, answers), session, answers)
 
 
-async def _responses(session: Session, body: dict[str, Any], retry: bool) -> Reply:
+async def _responses(session: Session, body: dict[str, Any], repeats: Repeats) -> Reply:
     from areal.agents import openai_responses as api
 
     before: list[Message] = []
@@ -161,26 +160,26 @@ async def _responses(session: Session, body: dict[str, Any], retry: bool) -> Rep
         from areal.agents.responses_stream import Events
 
         return await streamed(
-            lambda on_delta: session.chat(request, retry=retry, on_delta=on_delta),
+            lambda on_delta: session.chat(request, repeats=repeats, on_delta=on_delta),
             lambda first: Events(_id(api.KIND, session, first), writer(first).response),
             session,
             named=True,
             live=not api.wants_logprobs(body),
         )
-    answers = await session.chat(request, retry=retry)
+    answers = await session.chat(request, repeats=repeats)
     return _json(writer(answers[0].number).whole(answers[0]), session, answers)
 
 
-async def _tokens(session: Session, body: dict[str, Any], retry: bool) -> Reply:
+async def _tokens(session: Session, body: dict[str, Any], repeats: Repeats) -> Reply:
     from areal.agents import openai_text as api
 
-    answers = await session.complete(**api.read_token_request(body), retry=retry)
+    answers = await session.complete(**api.read_token_request(body), repeats=repeats)
     return _json(
         api.write_tokens(_id("gen", session, answers[0].number), answers), session, answers
     )
 
 
-async def _reward(session: Session, body: dict[str, Any], retry: bool) -> Reply:
+async def _reward(session: Session, body: dict[str, Any], repeats: Repeats) -> Reply:
     value = score(body)
     if value is None:
         raise InvalidInput("reward: expected a number, got none")
@@ -192,7 +191,7 @@ async def _reward(session: Session, body: dict[str, Any], retry: bool) -> Reply:
     return _json({})
 
 
-_POSTS: dict[str, Callable[[Session, dict[str, Any], bool], Awaitable[Reply]]] = {
+_POSTS: dict[str, Callable[[Session, dict[str, Any], Repeats], Awaitable[Reply]]] = {
     "/chat/completions": _chat,
     "/completions": _completions,
     "/generate": _tokens,

@@ -21,6 +21,7 @@ from areal.agents.chat import (
     cut_at_stop,
     read_answer,
 )
+from areal.agents.headers import Repeats
 from areal.agents.partial import AnswerDelta, OnDelta, PartialAnswer, opens_reasoning
 from areal.errors import ArealError, CapacityExceeded, Unavailable, WaitTimeout
 from areal.tokenizer import Tokenizer
@@ -29,6 +30,9 @@ from areal.workflows.rendering import ChatRenderer, Message
 
 Generate = Callable[[LLMRequest], Awaitable[list[LLMResponse]]]
 """Answers a prompt `gconfig.n_samples` times."""
+
+
+_ONCE = Repeats()
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,17 @@ class Session:
         """Why the model did not answer the latest call, where that was no fault of the agent's."""
 
     async def chat(
-        self, request: ChatRequest, *, retry: bool = False, on_delta: OnDelta | None = None
+        self,
+        request: ChatRequest,
+        *,
+        repeats: Repeats = _ONCE,
+        on_delta: OnDelta | None = None,
     ) -> list[Answer]:
         """Answers a chat request `n` times.
 
         Args:
             request: The agent's request.
-            retry: True if the agent's SDK says that this request is a retry.
+            repeats: How the request can be recognized if it is sent again.
             on_delta: Called with new text while the answers are sampled.
 
         Raises:
@@ -85,7 +93,7 @@ class Session:
             renderer=self.model.renderer,
             tokenizer=self.model.tokenizer,
         )
-        first, responses = await self._sample(prompt, partials, limit, retry, on_delta, grammar)
+        first, responses = await self._sample(prompt, partials, limit, repeats, on_delta, grammar)
         answers = []
         for number, whole in enumerate(responses, first):
             response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
@@ -132,13 +140,13 @@ class Session:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
         *,
-        retry: bool = False,
+        repeats: Repeats = _ONCE,
         on_delta: OnDelta | None = None,
     ) -> list[Answer]:
         """Answers token ids `n` times: tokens in, tokens out. Raises the errors of `chat`."""
         partials = [PartialAnswer(self.model.tokenizer, stop, plain=True) for _ in range(n)]
         first, responses = await self._sample(
-            list(prompt), partials, max_new_tokens, retry, on_delta
+            list(prompt), partials, max_new_tokens, repeats, on_delta
         )
         answers = []
         for number, whole in enumerate(responses, first):
@@ -157,7 +165,7 @@ class Session:
         prompt: list[int],
         partials: Sequence[PartialAnswer],
         max_new_tokens: int | None,
-        retry: bool,
+        repeats: Repeats,
         on_delta: OnDelta | None,
         grammar: str = "",
     ) -> tuple[int, list[LLMResponse]]:
@@ -166,7 +174,7 @@ class Session:
         limit = self.model.gconfig.max_new_tokens
         limit = min(limit, max_new_tokens or limit)
         gconfig = replace(self.model.gconfig, n_samples=n, max_new_tokens=limit)
-        first = await self.calls.begin(prompt, n, retry=retry)
+        first = await self.calls.begin(prompt, n, repeats)
 
         def on_tokens(index: int, ids: Sequence[int]) -> None:
             reasoning, content = partials[index].update(ids)

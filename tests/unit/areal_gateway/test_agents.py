@@ -12,10 +12,10 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from areal.chassis.waits import Waits
-from areal.errors import CapacityExceeded
+from areal.errors import CapacityExceeded, Unavailable
 from areal.security import Security
 from areal.types import Purpose, Task
-from areal.v1.buffer_service_pb2 import OpenSessionResponse
+from areal.v1.buffer_service_pb2 import OpenSessionResponse, SessionDelivered, UpdateSessionRequest
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
 from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig
@@ -31,6 +31,10 @@ class Ledger:
         self.opened: list[tuple[Task, list[str], float]] = []
         self.salts: dict[str, bytes] = {}
         self.full = ""
+        self.updates: list[UpdateSessionRequest] = []
+
+    async def update(self, request: UpdateSessionRequest) -> None:
+        self.updates.append(request)
 
     async def open(
         self, task: Task, key_digests: list[str], idle_s: float, salt: bytes
@@ -44,6 +48,9 @@ class Ledger:
 class Worker:
     """Answers every call, and keeps them."""
 
+    receipt = b""
+    breaks = False
+
     def __init__(self) -> None:
         self.calls: list[tuple[CallSessionRequest, float]] = []
 
@@ -52,8 +59,14 @@ class Worker:
     ) -> AsyncGenerator[CallSessionResponse]:
         self.calls.append((request, wait_s))
         yield CallSessionResponse(
-            status=418, body=b"data: 1\n\n", stream=True, headers={"Retry-After": "7"}
+            status=418,
+            body=b"data: 1\n\n",
+            stream=True,
+            headers={"Retry-After": "7"},
+            receipt=self.receipt,
         )
+        if self.breaks:
+            raise Unavailable("the worker died")
         yield CallSessionResponse(body=b"data: 2\n\n")
 
 
@@ -131,6 +144,25 @@ async def test_open_when_there_is_no_room_then_429_says_when(gateway):
     ledger.full = "admission: 4 running; try again in 1.5 s"
     reply = await http.post("/v1/sessions", headers=OURS)
     assert (reply.status_code, reply.headers["Retry-After"]) == (429, "2")
+
+
+async def test_answer_when_all_of_it_was_sent_then_its_receipt_is_stored_and_else_not(gateway):
+    http, ledger, worker = gateway
+    delivered = SessionDelivered(call_id="c", numbers=[3, 4])
+    worker.receipt = UpdateSessionRequest(delivered=delivered).SerializeToString()
+    await http.post("/sessions/s-0/v1/messages", content=b"{}")
+    assert [update.delivered for update in ledger.updates] == [delivered]
+    worker.breaks = True
+    with pytest.raises(RuntimeError):  # so the connection is closed
+        await http.post("/sessions/s-0/v1/messages", content=b"{}")
+    assert len(ledger.updates) == 1
+
+
+async def test_call_when_its_client_names_it_then_the_name_is_passed_on(gateway):
+    http, _, worker = gateway
+    for name in ("Idempotency-Key", "X-Client-Request-Id", "api-key"):
+        await http.post("/sessions/s-0/v1/messages", content=b"{}", headers={name: "x"})
+        assert dict(worker.calls[-1][0].headers) == {name.lower(): "x"}
 
 
 async def test_call_when_it_has_no_token_of_the_gateway_then_passed_on_with_its_own_key(gateway):
