@@ -68,7 +68,12 @@ class LedgerCalls:
         return first
 
     async def record(
-        self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
+        self,
+        number: int,
+        response: LLMResponse,
+        text: str,
+        turns: Sequence[str],
+        kept: str = "",
     ) -> None:
         """See `areal.agents.calls.CallStore`."""
         answer = pb.SessionAnswer(
@@ -77,7 +82,8 @@ class LedgerCalls:
             versions=response.output_versions,
             stop_reason=response.stop_reason,
             text=text,
-            turn=turn,
+            turn=turns[0] if turns else "",
+            turns_too=turns[1:],
             kept=kept,
             latency_s=response.latency_s,
             servers=response.servers,
@@ -91,7 +97,9 @@ class LedgerCalls:
     async def find(self, turn: str, prefer: int | None = None) -> int | None:
         """See `areal.agents.calls.CallStore`."""
         ended = [
-            c.number for c in self._cached.calls if c.HasField("answer") and c.answer.turn == turn
+            c.number
+            for c in self._cached.calls
+            if c.HasField("answer") and (c.answer.turn == turn or turn in c.answer.turns_too)
         ]
         return prefer if prefer in ended else ended[-1] if ended else None
 

@@ -28,10 +28,9 @@ from pydantic import BaseModel
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import count, get, need, objects, refuse, texts
+from areal.agents.fields import arguments_of, count, get, need, objects, template_of, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
-from areal.tokenizer.json_text import json_object
 from areal.workflows.rendering import Message as ChatMessage
 
 Stop = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -46,7 +45,6 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     Raises:
         InvalidInput: A field is malformed, or asks for something unsupported.
     """
-    refuse(body, mcp_servers=([],), container=())
     messages: list[ChatMessage] = []
     system = text_of(body.get("system"), "system")
     if system:
@@ -63,17 +61,33 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
             f"tool_choice.type {str(kind)[:80]!r}: expected one of {', '.join(_CHOICES)}"
         )
     output = get(body, "output_config", dict) or {}
-    schema = schema_of(get(output, "format", dict, "output_config."), "output_config.format")
+    asked = get(output, "format", dict, "output_config.") or get(body, "output_format", dict)
+    schema = schema_of(asked, "output_config.format")
+    begun = _begun(messages, len(turns) - 1)
     tools = _tools(body)
     return ChatRequest(
-        messages,
+        messages if begun is None else messages[:-1],
         tools,
         count(body, "max_tokens"),
         stop=texts(body, "stop_sequences"),
         may_call=kind != "none",
         required=Required(schema, forced_calls(_CHOICES[kind], choice.get("name"), tools)),
         parallel=get(choice, "disable_parallel_tool_use", bool, "tool_choice.") is not True,
+        begun=begun or "",
+        variables=template_of(body),
     )
+
+
+def _begun(messages: Sequence[ChatMessage], last: int) -> str | None:
+    """The text of a last turn of the assistant's, which the model continues; None: none is."""
+    if messages[-1]["role"] != "assistant":
+        return None
+    if len(messages) < 2:
+        raise InvalidInput("messages: expected a message of the user's before the assistant's")
+    if messages[-1].get("tool_calls"):
+        raise InvalidInput(f"messages[{last}]: a call without its result, expected a tool_result")
+    content: str = messages[-1]["content"]
+    return content
 
 
 def _tools(body: Mapping[str, Any]) -> list[ChatMessage] | None:
@@ -111,7 +125,7 @@ def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
         if kind == "tool_use" and role == "assistant":
             function = {
                 "name": need(block, "name", str, f"{at}."),
-                "arguments": json_object(block.get("input"), f"{at}.input"),
+                "arguments": arguments_of(block.get("input")),
             }
             known = need(block, "id", str, f"{at}.")
             calls.append({"id": known, "type": "function", "function": function})

@@ -20,7 +20,12 @@ class CallStore(Protocol):
         ...
 
     async def record(
-        self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
+        self,
+        number: int,
+        response: LLMResponse,
+        text: str,
+        turns: Sequence[str],
+        kept: str = "",
     ) -> None:
         """Stores an answer as it was sampled.
 
@@ -28,7 +33,8 @@ class CallStore(Protocol):
             number: The answer's number.
             response: The answer's token ids.
             text: The text that people see.
-            turn: Digest of the conversation that ends with this answer; may be empty.
+            turns: Digests of the conversation that ends with this answer, one for each way in
+                which clients send the answer back; may be empty.
             kept: Data that `kept` returns for this answer.
         """
         ...
@@ -63,7 +69,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
-        self._turns: dict[int, str] = {}
+        self._turns: dict[int, set[str]] = {}
         self._ended_by: dict[str, int] = {}
         self._kept: dict[int, str] = {}
         self.outcome: float | None = None
@@ -78,19 +84,24 @@ class Calls:
         return len(self._calls) - n
 
     async def record(
-        self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
+        self,
+        number: int,
+        response: LLMResponse,
+        text: str,
+        turns: Sequence[str],
+        kept: str = "",
     ) -> None:
         """See `CallStore`."""
         self._calls[number] = replace(self._calls[number], response=response, text=text)
         if kept:
             self._kept[number] = kept
-        if turn:
-            self._turns[number] = turn
+        self._turns[number] = set(turns)
+        for turn in turns:
             self._ended_by[turn] = max(number, self._ended_by.get(turn, number))
 
     async def find(self, turn: str, prefer: int | None = None) -> int | None:
         """See `CallStore`."""
-        if prefer is not None and self._turns.get(prefer) == turn:
+        if prefer is not None and turn in self._turns.get(prefer, ()):
             return prefer
         return self._ended_by.get(turn)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -46,6 +46,10 @@ class ChatRequest:
     """The answer that it continues, where several end the same conversation."""
     keep: bool = False
     """Whether the conversation is kept, so that the answer's number names it."""
+    begun: str = ""
+    """How the answer begins, which the agent has written; the model continues it."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """More variables of the chat template."""
     lead: int = 0
     """So many of the first messages are no part of the conversation that is kept."""
 
@@ -112,6 +116,7 @@ def read_answer(
     offered: bool,
     opened: bool,
     stopped_by: str = "",
+    begun: bool = False,
 ) -> Answer:
     """Splits an answer into reasoning, text and calls.
 
@@ -122,6 +127,7 @@ def read_answer(
         offered: Whether the agent offered tools.
         opened: Whether the prompt opened the reasoning.
         stopped_by: The stop text that ended the answer, if one did.
+        begun: Whether the answer continues a text of the agent, to which it is to be appended.
     """
     text = reply.text
     if stopped_by:
@@ -136,7 +142,8 @@ def read_answer(
     if calls:
         # Llama writes a call as the whole answer, without marks.
         text = _CALL.sub("", text) if "<tool_call>" in text else ""
-    return Answer(number, response, text.strip(), reasoning.strip(), calls, stopped_by)
+    text = text.rstrip() if begun and not reasoning else text.strip()
+    return Answer(number, response, text, reasoning.strip(), calls, stopped_by)
 
 
 def cut_at_stop(
@@ -179,17 +186,33 @@ class History:
     """Digests of every prefix of a conversation; they tell whether a later request extends it."""
 
     start: str
-    """Of the tools that are offered."""
+    """Of the tools that are offered, and of the chat template's variables."""
     turns: list[str]
     """`turns[i]` stands for the first i + 1 messages."""
 
     @classmethod
-    def of(cls, messages: Sequence[Message], tools: list[Message] | None) -> History:
-        """Returns the history of a request."""
-        history = cls(_digest(tools), [])
+    def of(
+        cls,
+        messages: Sequence[Message],
+        tools: list[Message] | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> History:
+        """Returns the history of a request; `variables` are those of its chat template."""
+        history = cls(_digest([tools, variables] if variables else tools), [])
         for message in messages:
             history.turns.append(history.after(message))
         return history
+
+    def ends(self, answer: Answer, begun: str) -> list[str]:
+        """The digests of all its messages and an answer, for each way in which it is sent back.
+
+        As it was sent; with the text before it that it continues; with the stop text that ended it,
+        which some frameworks put back. That text is in the sampled ids.
+        """
+        texts = dict.fromkeys([begun + answer.content, answer.content])
+        if answer.stopped_by:
+            texts |= dict.fromkeys(text + answer.stopped_by for text in list(texts))
+        return [self.after({**answer.message, "content": text}) for text in texts]
 
     def after(self, message: Message) -> str:
         """The digest of all its messages and one more."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import orjson
 
 from areal.errors import InvalidInput
+from areal.tokenizer.json_text import json_object
 from areal.types import Score
 from areal.workflows.rendering import Message
 
@@ -22,6 +23,8 @@ _NAMES: dict[Any, str] = {
 _PART = re.compile(r"[\w.-]{1,64}")
 _NUMBER = re.compile(r"-(\d{1,9})\Z")
 _NAMES |= {dict: "an object"}
+_OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"}
+"""Variables of chat templates that are set by other means."""
 
 
 def body_of(content: bytes) -> dict[str, Any]:
@@ -97,6 +100,30 @@ def _parts(parts: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in parts.items()}
 
 
+def arguments_of(value: Any) -> dict[str, Any]:
+    """Returns the arguments of a call in a history: an object, or its JSON text.
+
+    A history contains what some model once wrote. An agent sends it with every later request, so a
+    refusal would end the conversation. What is no JSON object becomes {}, as in vLLM.
+    """
+    try:
+        return json_object(value, "arguments")
+    except InvalidInput:
+        return {}
+
+
+def template_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables of the chat template that a request sets; raises InvalidInput."""
+    variables = get(body, "chat_template_kwargs", dict) or {}
+    for name in variables:
+        if not name.isidentifier() or name in _OURS:
+            raise InvalidInput(
+                f"chat_template_kwargs {name[:80]!r}: expected a variable of the chat template "
+                f"other than {', '.join(sorted(_OURS))}"
+            )
+    return variables
+
+
 def objects(values: Sequence[Any], where: str) -> Sequence[Message]:
     """A list of objects."""
     for index, value in enumerate(values):
@@ -118,11 +145,3 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
         raise InvalidInput(f"{name}: expected a text, or a list of texts")
     return tuple(values)
-
-
-def refuse(body: Mapping[str, Any], **harmless: tuple[Any, ...]) -> None:
-    """Refuses unsupported fields, except where their values would change nothing."""
-    for name, allowed in harmless.items():
-        if body.get(name) is not None and body[name] not in allowed:
-            shown = str(body[name])[:80]
-            raise InvalidInput(f"{name} {shown!r}: not supported; leave it out")

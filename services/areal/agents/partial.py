@@ -37,8 +37,18 @@ class AnswerDelta:
 OnDelta = Callable[[AnswerDelta], None]
 
 
-def opens_reasoning(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether the prompt ends with an opening tag of reasoning, as some chat templates do."""
+def opens_reasoning(prompt: Sequence[int], tokenizer: Tokenizer, begun: str = "") -> bool:
+    """Whether the prompt ends within reasoning: some chat templates end with its opening tag.
+
+    Args:
+        prompt: All of it.
+        tokenizer: The model's.
+        begun: The text with which the agent began the answer, at the prompt's end.
+    """
+    if _OPEN in begun or _CLOSE in begun:
+        return begun.rfind(_OPEN) > begun.rfind(_CLOSE)
+    if begun:
+        return False
     return tokenizer.decode(list(prompt[-8:])).rstrip().endswith(_OPEN)
 
 
@@ -84,8 +94,10 @@ class IncrementalText:
 class _Shown:
     """Text that is streamed without the blanks around it."""
 
-    def __init__(self, *, strip: bool) -> None:
-        self._strip, self._parts, self._blanks = strip, list[str](), ""
+    def __init__(self, *, strip: bool, lead: bool = False) -> None:
+        """`lead`: blanks at the start are shown nevertheless."""
+        self._strip, self._lead = strip, lead
+        self._parts, self._blanks = list[str](), ""
 
     @property
     def text(self) -> str:
@@ -98,7 +110,7 @@ class _Shown:
         """Returns what can be streamed now."""
         if self._strip:
             text = self._blanks + text
-            if not self._parts:
+            if not self._parts and not self._lead:
                 text = text.lstrip()
             whole, text = text, text.rstrip()
             self._blanks = whole[len(text) :]
@@ -118,6 +130,7 @@ class PartialAnswer:
         opened: bool = False,
         calls: bool = False,
         plain: bool = False,
+        begun: bool = False,
     ) -> None:
         """Starts empty.
 
@@ -127,6 +140,7 @@ class PartialAnswer:
             opened: Whether the prompt opened the reasoning (`opens_reasoning`).
             calls: Whether the agent offered tools.
             plain: Whether all text is content, including outer blanks.
+            begun: Whether the agent began the answer, so that blanks at its start count.
         """
         self._stop, self._opened, self._calls = tuple(stop), opened, calls and not plain
         self._ids: list[int] = []
@@ -137,7 +151,8 @@ class PartialAnswer:
         self._part: Literal["start", "reasoning", "content", "end"] = (
             "content" if plain else "start"
         )
-        self._reasoning, self._content = _Shown(strip=True), _Shown(strip=not plain)
+        self._reasoning = _Shown(strip=True)
+        self._content = _Shown(strip=not plain, lead=begun and not opened)
 
     @property
     def reasoning(self) -> str:

@@ -37,6 +37,7 @@ from areal.errors import (
     InvalidInput,
     LeaseLost,
     NotFound,
+    PromptTooLong,
     Unauthenticated,
     Unavailable,
     WaitTimeout,
@@ -102,13 +103,30 @@ class Reply:
     """What the process that sends the body to the client has to store once it has."""
 
 
-def failure(error: ArealError, *, typed: bool) -> tuple[int, Event]:
-    """Status and body of an error; `typed`: in the format of Anthropic and of OpenAI's events."""
+def failure(error: ArealError, *, typed: bool, anthropic: bool) -> tuple[int, Event]:
+    """Status and body of an error.
+
+    Args:
+        error: Any of ours.
+        typed: Whether the body has a type, as Anthropic's and the events of OpenAI's responses.
+        anthropic: Whether the words are Anthropic's, not OpenAI's.
+    """
     status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), (500, "error"))
-    error_body: Event = {"message": str(error), "type": kind}
-    if typed:
-        return status, {"type": "error", "error": error_body}
-    return status, {"error": error_body | {"param": None, "code": None}}
+    message, param, code = str(error), None, None
+    if isinstance(error, PromptTooLong):
+        # Frameworks shorten the history when they see these very words, or this code.
+        message = (
+            f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
+            if anthropic
+            else f"This model's maximum context length is {error.limit} tokens. However, your "
+            f"messages resulted in {error.tokens} tokens, which leaves no room for an answer. "
+            "Please reduce the length of the messages."
+        )
+        param, code = "messages", "context_length_exceeded"
+    error_body: Event = {"message": message, "type": kind}
+    if not anthropic:
+        error_body |= {"param": param, "code": code}
+    return status, {"type": "error", "error": error_body} if typed else {"error": error_body}
 
 
 def delivery(session: Session, answers: Sequence[Answer]) -> Callable[[], Awaitable[None]]:
@@ -127,6 +145,7 @@ async def streamed(
     session: Session,
     *,
     named: bool = False,
+    anthropic: bool = False,
     live: bool = True,
 ) -> Reply:
     """Returns a reply as soon as its first text, or the whole answer, is known.
@@ -136,6 +155,7 @@ async def streamed(
         write: Returns the writer of the events, given the number of the first answer.
         session: The session of the answers.
         named: Whether events have names; without names, `[DONE]` ends the stream.
+        anthropic: Whether the API is Anthropic's.
         live: Whether to send text before the answers are complete.
     """
     news: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
@@ -158,7 +178,7 @@ async def streamed(
             yield ending(events, answers)
             await delivery(session, answers)()
         except ArealError as error:
-            yield framed([failure(error, typed=named)[1]])
+            yield framed([failure(error, typed=named, anthropic=anthropic)[1]])
 
     try:
         first = await news.get()

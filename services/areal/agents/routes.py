@@ -2,8 +2,9 @@
 
 | route | is |
 |---|---|
-| `POST /v1/chat/completions`, `/v1/completions`, `/v1/responses`, `GET /v1/models` | OpenAI's |
-| `POST /v1/messages` | Anthropic's |
+| `POST /v1/chat/completions`, `/v1/completions`, `/v1/responses` | OpenAI's |
+| `GET /v1/models`, `/v1/models/ID` | OpenAI's |
+| `POST /v1/messages`, `/v1/messages/count_tokens` | Anthropic's |
 | `POST /inference/v1/generate` | tokens in, tokens out |
 | `POST /v1/reward` | `{"reward": 1.0}` for the session; with `"completion_id"` for one answer; |
 |  | `"parts": {"correct": 1}` says what it is made of |
@@ -16,9 +17,11 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 
+from areal.agents.allowed import ROUTES
 from areal.agents.chat import Answer
 from areal.agents.fields import body_of, get, number_of, score
 from areal.agents.headers import Repeats, api_key
@@ -72,22 +75,28 @@ async def handle(
         more = {}
         if isinstance(error, CapacityExceeded):
             more["Retry-After"] = str(math.ceil(error.retry_after_s or 1))
-        status, error_body = failure(error, typed=path == "/messages")
+        anthropic = path.startswith("/messages")
+        status, error_body = failure(error, typed=anthropic, anthropic=anthropic)
         return Reply(status, orjson.dumps(error_body), headers=more)
 
 
 async def _route(
     session: Session, method: str, path: str, headers: Mapping[str, str], content: bytes
 ) -> Reply:
+    name = session.model.name
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "areal"}
     if (method, path) == ("GET", "/models"):
-        model = {"id": session.model.name, "object": "model", "created": 0, "owned_by": "areal"}
         return _json({"object": "list", "data": [model]})
+    if method == "GET" and path.startswith("/models/"):
+        return _json({**model, "id": unquote(path.removeprefix("/models/"))})  # any name will do
     route = _POSTS.get(path.removeprefix("/inference/v1")) if method == "POST" else None
     if route is None:
         raise NotFound(f"{method} {path}: no such route")
     # Not on the event loop, which other episodes share; only the first call has anything to do.
     await asyncio.to_thread(load_apis)
-    return await route(session, body_of(content), Repeats.of(headers))
+    body = body_of(content)
+    ROUTES[path.removeprefix("/inference/v1")].check(body)
+    return await route(session, body, Repeats.of(headers))
 
 
 async def _chat(session: Session, body: dict[str, Any], repeats: Repeats) -> Reply:
@@ -134,15 +143,24 @@ async def _messages(session: Session, body: dict[str, Any], repeats: Repeats) ->
             lambda first: api.Events(_id("msg", session, first), session.model.name),
             session,
             named=True,
+            anthropic=True,
         )
     answers = await session.chat(request, repeats=repeats)
     known = _id("msg", session, answers[0].number)
     return _json(api.write_message(known, session.model.name, answers), session, answers)
 
 
+async def _count_tokens(session: Session, body: dict[str, Any], repeats: Repeats) -> Reply:
+    from areal.agents import anthropic_messages as api
+
+    request = api.read_request(body)
+    return _json({"input_tokens": await asyncio.to_thread(session.count_tokens, request)})
+
+
 async def _responses(session: Session, body: dict[str, Any], repeats: Repeats) -> Reply:
     from areal.agents import openai_responses as api
 
+    body = await api.resolved(body, session.id, session.answer_of)
     before: list[Message] = []
     extends = api.previous_of(body, session.id)
     if extends is not None:
@@ -196,6 +214,7 @@ _POSTS: dict[str, Callable[[Session, dict[str, Any], Repeats], Awaitable[Reply]]
     "/completions": _completions,
     "/generate": _tokens,
     "/messages": _messages,
+    "/messages/count_tokens": _count_tokens,
     "/responses": _responses,
     "/reward": _reward,
 }

@@ -76,13 +76,23 @@ class Session:
             InvalidInput: The chat template refuses the messages, or they leave no room.
             Unavailable: No server could answer. The other errors of `agenerate` are raised, too.
         """
-        history = History.of(request.messages, request.tools)
-        prompt, extended, old = await self._prompt(request, history)
+        history = History.of(request.messages, request.tools, request.variables)
+        renderer = self.model.renderer
+        if request.variables:
+            renderer = renderer.with_variables(request.variables)
+        prompt, extended, old = await self._prompt(request, history, renderer)
         limit = request.max_new_tokens
         offered = request.tools if request.may_call and request.tools else []
-        opened = opens_reasoning(prompt, self.model.tokenizer)
+        opened = opens_reasoning(prompt, self.model.tokenizer, request.begun)
+        begun = bool(request.begun)
         partials = [
-            PartialAnswer(self.model.tokenizer, request.stop, opened=opened, calls=bool(offered))
+            PartialAnswer(
+                self.model.tokenizer,
+                request.stop,
+                opened=opened,
+                calls=bool(offered),
+                begun=begun,
+            )
             for _ in range(request.n)
         ]
         grammar = request.required.grammar(
@@ -90,7 +100,7 @@ class Session:
             parallel=request.parallel,
             opened=opened,
             prompt=prompt,
-            renderer=self.model.renderer,
+            renderer=renderer,
             tokenizer=self.model.tokenizer,
         )
         first, responses = await self._sample(prompt, partials, limit, repeats, on_delta, grammar)
@@ -108,15 +118,16 @@ class Session:
                 offered=bool(offered),
                 opened=opened,
                 stopped_by=stopped_by,
+                begun=begun,
             )
             partial = partials[number - first]
             answer = replace(answer, streamed=(partial.reasoning, partial.content))
-            turn = history.after(answer.message)
+            turns = history.ends(answer, request.begun)
             kept = ""
             if request.keep:
                 new = [*request.messages[max(old, request.lead) :], answer.message]
                 kept = Kept(extended, request.lead, new).write()
-            await self.calls.record(number, response, reply.text, turn, kept)
+            await self.calls.record(number, response, reply.text, turns, kept)
             answers.append(answer)
         return answers
 
@@ -132,6 +143,20 @@ class Session:
             parts.append(kept.messages)
             at = kept.after
         return [message for part in reversed(parts) for message in part]
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Returns the length of a request's prompt, rendered from its start; raises InvalidInput.
+
+        In a conversation that continues, the prompt may differ by the few tokens by which sampled
+        answers differ from rendered ones.
+        """
+        renderer = self.model.renderer.with_variables(request.variables)
+        return len(renderer.render(request.messages, request.tools, begun=request.begun))
+
+    async def answer_of(self, number: int) -> Message | None:
+        """Returns an answer as a message; None: it was not kept."""
+        content = await self.calls.kept(number)
+        return Kept.read(content).messages[-1] if content else None
 
     async def complete(
         self,
@@ -152,7 +177,7 @@ class Session:
         for number, whole in enumerate(responses, first):
             response, stopped_by = cut_at_stop(whole, stop, self.model.tokenizer)
             text = self.model.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-            await self.calls.record(number, response, text, "")
+            await self.calls.record(number, response, text, ())
             shown = text[: text.index(stopped_by)] if stopped_by else text
             streamed = "", partials[number - first].content
             answers.append(
@@ -205,10 +230,10 @@ class Session:
         return first, responses
 
     async def _prompt(
-        self, request: ChatRequest, history: History
+        self, request: ChatRequest, history: History, renderer: ChatRenderer
     ) -> tuple[list[int], int | None, int]:
         """The prompt's ids, which kept answer it extends, and how many messages that ends."""
-        messages, renderer = request.messages, self.model.renderer
+        messages = request.messages
         # Only what an answer ended can be extended, and only by what the model has not said.
         said = [i for i, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
         if said and messages[-1]["role"] != "assistant":
@@ -216,9 +241,10 @@ class Session:
             number = await self.calls.find(history.turns[old - 1], request.extends)
             if number is not None:
                 whole = await self.calls.whole(number)
-                whole += renderer.bridge(whole, messages[old:], request.tools)
+                whole += renderer.bridge(whole, messages[old:], request.tools, request.begun)
                 content = await self.calls.kept(number) if request.keep else ""
                 if content and Kept.read(content).lead == request.lead:
                     return whole, number, old
                 return whole, None, 0
-        return renderer.render(messages, request.tools, add_generation_prompt=True), None, 0
+        rendered = renderer.render(messages, request.tools, begun=request.begun)
+        return rendered, None, 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,8 +69,15 @@ class ChatRenderer(Protocol):
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
+        begun: str = "",
     ) -> list[int]:
         """Returns the token ids of a conversation that has no sampled answer yet.
+
+        Args:
+            messages: The conversation.
+            tools: What the model may call.
+            add_generation_prompt: Whether the header of an answer follows.
+            begun: How the answer begins; the model continues it.
 
         Raises:
             InvalidInput: The chat format has no place for these messages.
@@ -82,6 +89,7 @@ class ChatRenderer(Protocol):
         history: Sequence[int],
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
+        begun: str = "",
     ) -> list[int]:
         """Returns the ids between `history`, which ends with a sampled answer, and the next answer.
 
@@ -90,6 +98,7 @@ class ChatRenderer(Protocol):
                 the last id) or been cut (the bridge then ends it).
             messages: The next messages; none has the role assistant.
             tools: As in `render`.
+            begun: As in `render`.
 
         Raises:
             InvalidInput: They cannot be appended without changing what came before.
@@ -98,6 +107,10 @@ class ChatRenderer(Protocol):
 
     def parse(self, ids: Sequence[int]) -> Reply:
         """Reads the ids of one sampled answer."""
+        ...
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatRenderer:
+        """Returns a renderer with more variables for the chat template."""
         ...
 
 
@@ -124,8 +137,13 @@ class TemplateRenderer:
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
+        begun: str = "",
     ) -> list[int]:
         """See `ChatRenderer`."""
+        if begun:
+            marker = _marker([*messages, *(tools or ())])
+            text = self._opened(messages, marker, tools) + begun
+            return self._tokenizer.encode(text, add_special_tokens=False)
         return self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
@@ -138,9 +156,10 @@ class TemplateRenderer:
         history: Sequence[int],
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
+        begun: str = "",
     ) -> list[int]:
         """See `ChatRenderer`. Costs two to four renders of the new messages alone."""
-        close, following = self._after_answer(messages, tools)
+        close, following = self._after_answer(messages, tools, begun)
         ids = self._tokenizer.encode(following, add_special_tokens=False)
         last = history[-1] if history else None
         if not ids or last is None or not self._tokenizer.is_special(ids[0]):
@@ -150,13 +169,17 @@ class TemplateRenderer:
         ended_otherwise = bool(close) and last in self._tokenizer.eos_token_ids
         return ids[1:] if ids[0] == last or ended_otherwise else ids
 
+    def with_variables(self, variables: Mapping[str, Any]) -> TemplateRenderer:
+        """Returns a renderer with more variables for the template, which replace its own."""
+        return TemplateRenderer(self._tokenizer, **{**self._variables, **variables})
+
     def parse(self, ids: Sequence[int]) -> Reply:
         """See `ChatRenderer`; knows the tool calls of Qwen, Hermes, Llama 3 and GLM."""
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return Reply(text, tuple(_tool_calls(text)))
 
     def _after_answer(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, begun: str
     ) -> tuple[str, str]:
         """(How the template ends an answer when nothing follows, all text up to the next answer).
 
@@ -173,12 +196,12 @@ class TemplateRenderer:
             try:
                 calling = {**answer, "tool_calls": calls}
                 before = self._tail([question, calling], marker, tools)
-                after = self._following([question, calling], messages, marker, tools)
+                after = self._following([question, calling], messages, marker, tools, begun)
                 if after.startswith(before) and before.endswith(close):
                     return close, close + after.removeprefix(before)
             except InvalidInput:
                 pass  # it has no place for an answer's text beside a call, or for several calls
-        return close, self._following([question, answer], messages, marker, tools)
+        return close, self._following([question, answer], messages, marker, tools, begun)
 
     def _following(
         self,
@@ -186,9 +209,15 @@ class TemplateRenderer:
         messages: Sequence[Message],
         marker: str,
         tools: Sequence[Message] | None,
+        begun: str = "",
     ) -> str:
         """The text after the marker, with every message in it."""
-        text = self._tail([*before, *messages], marker, tools, True)
+        if begun:
+            mark = _marker([*before, *messages, *(tools or ())])
+            opened = self._opened([*before, *messages], mark, tools)
+            text = opened.rpartition(marker)[2] + begun
+        else:
+            text = self._tail([*before, *messages], marker, tools, True)
         for index, message in enumerate(messages):
             content = message.get("content")
             if not isinstance(content, str) or content.strip() in text:
@@ -202,6 +231,22 @@ class TemplateRenderer:
                     f"{message.get('role')!r}"
                 )
         return text
+
+    def _opened(
+        self, messages: Sequence[Message], marker: str, tools: Sequence[Message] | None
+    ) -> str:
+        """The text of a conversation and of the header of an answer that has begun already."""
+        answer: Message = {"role": "assistant", "content": marker}
+        text = self._tokenizer.render_chat(
+            [*messages, answer], tools=tools, add_generation_prompt=False, **self._variables
+        )
+        before, found, _ = text.rpartition(marker)
+        if not found:
+            raise InvalidInput(
+                "messages: the chat template leaves out the last message, which the model is to "
+                "continue"
+            )
+        return before
 
     def _tail(
         self,
