@@ -8,8 +8,8 @@ from typing import Protocol
 
 from areal.agents.headers import Repeats
 from areal.agents.tree import Call, Merged, merge
-from areal.errors import NotFound
-from areal.types import LLMResponse, StopReason
+from areal.errors import NotFound, WorkflowError
+from areal.types import LLMResponse, StopReason, Trajectory
 
 
 class CallStore(Protocol):
@@ -127,6 +127,14 @@ class Calls:
         if not 0 <= number < len(self._calls):
             raise NotFound(f"answer {number}: the session has only {len(self._calls)} answers")
         self._calls[number] = replace(self._calls[number], reward=value)
+
+    def zeros(self) -> list[Trajectory]:
+        """Returns the trajectories of a failed run, with the reward 0; none if it had no answer."""
+        self._calls = [replace(call, reward=None) for call in self._calls]
+        try:
+            return merge(self._calls, 0.0).trajectories
+        except WorkflowError:
+            return []
 
     def merged(self, outcome: float | None) -> Merged:
         """Returns the session's trajectories; see `areal.agents.tree.merge`."""
