@@ -110,6 +110,8 @@ class Hops:
         self.store = SessionStore(book.redis, config, MemoryGauge(EMPTY), Waits())
         self.sampler, self.groups = Sampler(letters, self.sent), Groups(book)
         self.id = ""
+        self.dropped: list[int] = []
+        """What workers report of each attempt that they made trajectories of."""
 
     async def open(self, task_id: str, idle_ms: int = 60_000, attempts: int = 1) -> None:
         digests = [hashlib.sha256(KEY.encode()).hexdigest()] * attempts
@@ -121,7 +123,7 @@ class Hops:
         config = RolloutConfig(worker_id="w", capacity=8, gconfig=gconfig)
         buffer: Any = CountedBuffer(self.store, self.sent)
         groups: Any = self.groups
-        sessions = Sessions(buffer, groups, config)
+        sessions = Sessions(buffer, groups, config, self.dropped.append)
         generation: Any = self.sampler
         sessions.start(generation, byte_tokenizer())
         return sessions

@@ -67,6 +67,12 @@ class RolloutMetrics:
             "output; build prompts with areal.Conversation.",
             registry=registry,
         )
+        self._dropped = Counter(
+            "areal_rollout_dropped_answers",
+            "Answers of outside agents' sessions that are not trained on, because the client sent "
+            "their request again and no gateway had sent them completely.",
+            registry=registry,
+        )
         self._busy = Counter(
             "areal_rollout_busy_seconds",
             "Time during which at least one episode was running.",
@@ -150,6 +156,10 @@ class RolloutMetrics:
     def drifted(self) -> None:
         """Counts a lost episode: a later prompt did not begin with the tokens before it."""
         self._drifted.inc()
+
+    def dropped_answers(self, count: int) -> None:
+        """Counts answers that were not used, since their requests were repeated."""
+        self._dropped.inc(count)
 
     def request_done(self, seconds: float, tokens: int) -> None:
         """Counts a generation request that succeeded."""

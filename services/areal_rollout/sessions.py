@@ -25,7 +25,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ from areal.agents.fields import score
 from areal.agents.replies import Reply
 from areal.agents.routes import handle
 from areal.agents.session import Model, Session
-from areal.agents.tree import merge
+from areal.agents.tree import Merged, merge
 from areal.clients.buffer.sessions import BufferSessions
 from areal.errors import (
     ArealError,
@@ -80,14 +80,23 @@ _WORKER = "session"
 class Sessions:
     """Answers the requests of all sessions; `start` it once there is a model."""
 
-    def __init__(self, sessions: BufferSessions, buffer: Buffer, config: RolloutConfig) -> None:
+    def __init__(
+        self,
+        sessions: BufferSessions,
+        buffer: Buffer,
+        config: RolloutConfig,
+        dropped: Callable[[int], None] = lambda count: None,
+    ) -> None:
         """Takes what it calls.
 
         Args:
             sessions: Where their calls are.
             buffer: Takes finished groups.
             config: Its `gconfig` is how to sample, whatever agents ask for: training assumes it.
+            dropped: Receives how many answers of a group are left out, since their requests were
+                repeated.
         """
+        self._dropped = dropped
         self._sessions, self._buffer, self._config = sessions, buffer, config
         self._model: tuple[Generation, Tokenizer, TemplateRenderer] | None = None
         self._cache = SessionCache()
@@ -182,7 +191,7 @@ class Sessions:
                 found.outcome = reward
                 found.outcome_parts.clear()
                 found.outcome_parts.update(reward.parts)
-            await asyncio.to_thread(_trajectories, calls)  # a missing reward is reported now
+            await asyncio.to_thread(_merged, calls)  # a missing reward is reported now
         if await calls.end():
             return state.value
         task, token = task_from_pb(found.record.task), found.lease.token
@@ -211,7 +220,9 @@ class Sessions:
                 began_s = found.record.submit_time.ToMilliseconds() / 1000
                 cached.add(found.calls)
                 each = LedgerCalls(self._sessions, found, attempt, cached)
-                trajectories += await asyncio.to_thread(_trajectories, each)
+                if (merged := await asyncio.to_thread(_merged, each)) is not None:
+                    trajectories += merged.trajectories
+                    self._dropped(merged.dropped)
         if not ended:  # what it recorded is released when it ends
             raise LeaseLost(f"session {task_id}: it has ended meanwhile")
         if not trajectories:
@@ -263,11 +274,11 @@ def _state(session_id: str, calls: LedgerCalls) -> dict[str, Any]:
     }
 
 
-def _trajectories(calls: LedgerCalls) -> list[Trajectory]:
-    """Those of one attempt; none if no call was answered. Raises InvalidInput without a reward."""
+def _merged(calls: LedgerCalls) -> Merged | None:
+    """One attempt; None if no call was answered. Raises InvalidInput without a reward."""
     found = calls.found
     outcome = Score(found.outcome, found.outcome_parts) if found.HasField("outcome") else None
     try:
-        return merge(calls.calls(), outcome).trajectories
+        return merge(calls.calls(), outcome)
     except WorkflowError:  # the agent failed before its first answer
-        return []
+        return None

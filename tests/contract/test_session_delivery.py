@@ -53,6 +53,7 @@ async def test_retries_when_a_gateway_died_under_equal_requests_then_all_rewarde
         known = orjson.loads(reply.body)["id"]
         await hops.ask(workers[0], "/v1/reward", {"completion_id": known, "reward": number})
     assert await trained(hops, workers[1]) == [0, 1, 2, 3]
+    assert hops.dropped == [4]  # the first answers, which no one had
 
 
 async def test_retry_when_an_equal_answer_arrived_then_only_the_one_that_did_not_is_dropped(hops):
@@ -61,6 +62,7 @@ async def test_retry_when_an_equal_answer_arrived_then_only_the_one_that_did_not
     await ask(hops, other, arrives=False)
     await ask(hops, one, arrives=True, retry=1)
     assert len(await trained(hops, other)) == 3
+    assert hops.dropped == [1]
 
 
 async def test_request_when_it_has_an_idempotency_key_then_its_own_first_answer_is_dropped(hops):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.agents.splits import explain
 from areal.config.services import in_object_store
 from areal.errors import InvalidInput, NotFound
 from areal.training.rollouts.reader import Kept, RolloutFolder, by_attempt, export_rows
@@ -164,13 +165,16 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
     console = Console(highlight=False)
     for attempt in by_attempt(group).values():
         first = attempt[0]
+        sampled = [one for one in attempt if one.reward is not None]
+        turns = [folder.turns(one) for one in sampled]
+        splits = explain([[(t["sampled"], t["text"]) for t in each] for each in turns])
         step = f"step {first.step}"
         if first.cause is not None:
             step = f"{first.outcome} before {step}: {first.cause}"
         console.print(f"{task_id}, {step}", soft_wrap=True, markup=False)
-        for one in (one for one in attempt if one.reward is not None):
+        for one, its_turns, split in zip(sampled, turns, splits, strict=True):
             text = Text()
-            for turn in folder.turns(one):
+            for turn in its_turns:
                 text.append(turn["text"], "bold" if turn["sampled"] else "bright_black")
             console.print(
                 Panel(
@@ -182,6 +186,9 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
                     border_style="blue",
                 )
             )
+            if split:
+                line = f"sample {one.sample} continues no earlier one, since it differs {split}"
+                console.print(line, style="yellow", soft_wrap=True, markup=False)
         if first.episode_s:
             console.print(
                 f"{first.queued_s:.1f} s in the queue, {first.episode_s:.1f} s in the workflow, "
