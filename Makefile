@@ -121,12 +121,12 @@ test-harness: $(STAMP) sglang ## Test mini-swe-agent, Claude Code and Codex, unm
 	npm install --silent --no-audit --no-fund --prefix .venv-harness @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
 	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
 
-test-clients: $(STAMP) ## Test LangChain, LiteLLM, AI SDK and nine other clients, unmodified, as agents (downloads them into .venv-clients)
+test-clients: $(STAMP) ## Test LangChain, LiteLLM, AI SDK and others, thirteen clients, unmodified, as agents (downloads them into .venv-clients)
 	$(BIN)/python -m venv .venv-clients
 	.venv-clients/bin/pip install -q uv==0.13.9
-	.venv-clients/bin/uv pip install -q --python .venv-clients/bin/python openai==3.3.0 anthropic==2.14.0 langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2 'pydantic-ai-slim[openai]==2.38.0' 'smolagents[openai]==1.26.0' instructor==1.17.0 dspy==3.4.1 openai-agents==0.24.0 inspect-ai==0.3.285
+	.venv-clients/bin/uv pip install -q --python .venv-clients/bin/python openai==3.57.0 anthropic==2.14.0 langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2 'pydantic-ai-slim[openai]==2.38.0' 'smolagents[openai]==1.26.0' dspy==3.4.1 openai-agents==0.24.0 inspect-ai==0.3.285
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv-clients openai@6.49.0 ai@6.0.326 @ai-sdk/openai@3.0 zod@4; fi
-	AREAL_TEST_CLIENTS=$(CURDIR)/.venv-clients $(BIN)/python -m pytest -q tests/integration/test_foreign_clients.py $(ARGS)
+	AREAL_TEST_CLIENTS=$(CURDIR)/.venv-clients $(BIN)/python -m pytest -q tests/integration/test_client_suite.py $(ARGS)
 
 test-agents-sdk: $(STAMP) ## Test OpenAI's Agents SDK, unmodified, as an agent (downloads it into build/agents-sdk)
 	$(BIN)/python -m venv .venv-agents-sdk

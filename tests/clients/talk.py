@@ -168,25 +168,6 @@ def smolagents(url: str, key: str) -> tuple[str, str]:
     return str(agent.run(QUESTION)), of_error(lambda: model([{"role": "user", "content": "?"}]))
 
 
-def instructor(url: str, key: str) -> tuple[str, str]:
-    import instructor as sdk
-    import openai
-    from pydantic import BaseModel
-
-    class Sum(BaseModel):
-        total: int
-
-    client = sdk.from_openai(openai.OpenAI(base_url=url, api_key=key), mode=sdk.Mode.JSON)
-
-    def ask() -> Sum:
-        messages: list[Any] = [{"role": "user", "content": QUESTION}]
-        return client.chat.completions.create(
-            model="any", messages=messages, response_model=Sum, max_retries=0
-        )
-
-    return str(ask().total), of_error(ask)
-
-
 def dspy(url: str, key: str) -> tuple[str, str]:
     import dspy as sdk
 

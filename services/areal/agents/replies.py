@@ -114,13 +114,14 @@ def failure(error: ArealError, *, typed: bool, anthropic: bool) -> tuple[int, Ev
     status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), (500, "error"))
     message, param, code = str(error), None, None
     if isinstance(error, PromptTooLong):
-        # Frameworks shorten the history when they see these very words, or this code.
+        # Frameworks shorten the history when they see these very words, or this code; LangChain
+        # looks for the code in the text of the SDK's error, which may contain only the message.
         message = (
             f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
             if anthropic
             else f"This model's maximum context length is {error.limit} tokens. However, your "
             f"messages resulted in {error.tokens} tokens, which leaves no room for an answer. "
-            "Please reduce the length of the messages."
+            "Please reduce the length of the messages (context_length_exceeded)."
         )
         param, code = "messages", "context_length_exceeded"
     error_body: Event = {"message": message, "type": kind}

@@ -83,12 +83,10 @@ async def handle(
 async def _route(
     session: Session, method: str, path: str, headers: Mapping[str, str], content: bytes
 ) -> Reply:
-    name = session.model.name
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "areal"}
     if (method, path) == ("GET", "/models"):
-        return _json({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [_model(session.model.name)]})
     if method == "GET" and path.startswith("/models/"):
-        return _json({**model, "id": unquote(path.removeprefix("/models/"))})  # any name will do
+        return _json(_model(unquote(path.removeprefix("/models/"))))  # any name will do
     route = _POSTS.get(path.removeprefix("/inference/v1")) if method == "POST" else None
     if route is None:
         raise NotFound(f"{method} {path}: no such route")
@@ -223,6 +221,10 @@ _POSTS: dict[str, Callable[[Session, dict[str, Any], Repeats], Awaitable[Reply]]
 def _id(kind: str, session: Session, first: int) -> str:
     """How the agent knows answers; ends with the number of the first."""
     return f"{kind}-{session.id}-{first}"
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "areal"}
 
 
 def _json(

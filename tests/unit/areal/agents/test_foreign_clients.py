@@ -71,6 +71,7 @@ async def test_prompt_when_it_leaves_no_room_then_each_api_says_so_in_its_own_wo
             assert error["type"] == "invalid_request_error"
             assert "This model's maximum context length is 50 tokens. However, " in error["message"]
             assert "90 tokens" in error["message"]
+            assert "context_length_exceeded" in error["message"]
         scripted.errors.append(PromptTooLong("input_ids: no room", tokens=90, limit=50))
         whole = await raw.send("/v1/messages", 400, stream=stream, messages=[USER], max_tokens=5)
         assert whole["type"] == "error"

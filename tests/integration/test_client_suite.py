@@ -1,7 +1,8 @@
 """Foreign clients, unchanged, against a session's endpoint: `make test-clients`.
 
 Each client makes a conversation of two answers, which must become one trajectory of exactly the
-sampled ids, and then meets a prompt that is too long, which it must recognize in its own way.
+sampled ids (one per answer if the client rewrites its history). Then it meets a prompt that is too
+long, which it must recognize in its own way.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ CLIENTS = {
     "litellm": (TOOLS, "It is 3.", "ContextWindowExceededError"),
     "pydantic_ai": (TOOLS, "It is 3.", "context_length_exceeded"),
     "smolagents": (CODE, "It is 3.", "BadRequestError"),
-    "instructor": (('{"total": 3}',), "3", "Exception"),
     "dspy": (FIELDS, "It is 3.", "Context"),
     "inspect": (TOOLS, "It is 3.", "model_length"),
     "openai_node": (TOOLS, "It is 3.", "context_length_exceeded"),
     "ai_sdk": (TOOLS, "It is 3.", "maximum context length"),
 }
+# It appends "Calling tools: …" to each answer that it keeps: docs/agents.md.
+REWRITES = ("smolagents",)
 IN_NODE = ("openai_node", "ai_sdk")
 
 
@@ -84,4 +86,8 @@ async def test_client_when_its_agent_is_run_then_one_exact_trajectory_and_overfl
     told = json.loads(out.decode().splitlines()[-1])
     assert told["text"] == text
     assert overflow in told["overflow"]
-    check_exact(calls, scripted, chains=[list(range(len(answers)))])
+    every = list(range(len(answers)))
+    if client in REWRITES:
+        assert calls.merged(1.0).chains == [[number] for number in every]
+    else:
+        check_exact(calls, scripted, chains=[every])
