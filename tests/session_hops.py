@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -123,7 +124,8 @@ class Hops:
         config = RolloutConfig(worker_id="w", capacity=8, gconfig=gconfig)
         buffer: Any = CountedBuffer(self.store, self.sent)
         groups: Any = self.groups
-        sessions = Sessions(buffer, groups, config, self.dropped.append)
+        observer: Any = SimpleNamespace(dropped_answers=self.dropped.append)
+        sessions = Sessions(buffer, groups, config, observer)
         generation: Any = self.sampler
         sessions.start(generation, byte_tokenizer())
         return sessions

@@ -66,6 +66,9 @@ class Observer(Protocol):
     def replayed(self, tokens: int) -> None:
         """Counts tokens that came from a journal."""
 
+    def dropped_answers(self, count: int) -> None:
+        """Counts answers of sessions that were not used, since their requests were repeated."""
+
     def drifted(self) -> None:
         """Counts a lost episode: a later prompt did not begin with the tokens before it."""
 

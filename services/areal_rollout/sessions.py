@@ -25,7 +25,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -60,7 +60,7 @@ from areal.types import (
 from areal.v1 import buffer_service_pb2 as pb
 from areal.workflows.rendering import TemplateRenderer
 from areal_rollout.config import RolloutConfig
-from areal_rollout.interfaces import Buffer, Generation
+from areal_rollout.interfaces import Buffer, Generation, Observer
 from areal_rollout.ledger_calls import LedgerCalls
 from areal_rollout.results import Rejection, judge
 from areal_rollout.session_cache import CachedCalls, SessionCache
@@ -85,7 +85,7 @@ class Sessions:
         sessions: BufferSessions,
         buffer: Buffer,
         config: RolloutConfig,
-        dropped: Callable[[int], None] = lambda count: None,
+        observer: Observer,
     ) -> None:
         """Takes what it calls.
 
@@ -93,10 +93,9 @@ class Sessions:
             sessions: Where their calls are.
             buffer: Takes finished groups.
             config: Its `gconfig` is how to sample, whatever agents ask for: training assumes it.
-            dropped: Receives how many answers of a group are left out, since their requests were
-                repeated.
+            observer: Receives how many answers are left out, since their requests were repeated.
         """
-        self._dropped = dropped
+        self._observer = observer
         self._sessions, self._buffer, self._config = sessions, buffer, config
         self._model: tuple[Generation, Tokenizer, TemplateRenderer] | None = None
         self._cache = SessionCache()
@@ -222,7 +221,7 @@ class Sessions:
                 each = LedgerCalls(self._sessions, found, attempt, cached)
                 if (merged := await asyncio.to_thread(_merged, each)) is not None:
                     trajectories += merged.trajectories
-                    self._dropped(merged.dropped)
+                    self._observer.dropped_answers(merged.dropped)
         if not ended:  # what it recorded is released when it ends
             raise LeaseLost(f"session {task_id}: it has ended meanwhile")
         if not trajectories:
