@@ -25,14 +25,14 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from areal.agents.fields import score
 from areal.agents.replies import Reply
 from areal.agents.routes import handle
-from areal.agents.session import Model, Session
+from areal.agents.session import Model, Session, report_bug
 from areal.agents.tree import merge
 from areal.clients.buffer.sessions import BufferSessions
 from areal.errors import (
@@ -79,17 +79,25 @@ _WORKER = "session"
 class Sessions:
     """Answers the requests of all sessions; `start` it once there is a model."""
 
-    def __init__(self, sessions: BufferSessions, buffer: Buffer, config: RolloutConfig) -> None:
+    def __init__(
+        self,
+        sessions: BufferSessions,
+        buffer: Buffer,
+        config: RolloutConfig,
+        on_bug: Callable[[], None] = lambda: None,
+    ) -> None:
         """Takes what it calls.
 
         Args:
             sessions: Where their calls are.
             buffer: Takes finished groups.
             config: Its `gconfig` is how to sample, whatever agents ask for: training assumes it.
+            on_bug: Counts a call that failed with an unexpected exception.
         """
         self._sessions, self._buffer, self._config = sessions, buffer, config
         self._model: tuple[Generation, Tokenizer, TemplateRenderer] | None = None
         self._cache = SessionCache()
+        self._count_bug = on_bug
 
     def start(self, generation: Generation, tokenizer: Tokenizer) -> None:
         """From now on there is a model."""
@@ -113,7 +121,11 @@ class Sessions:
             return {"id": session_id, "state": await self._end(calls, score(body))}
 
         more = {("GET", ""): state, ("POST", "/end"): end}
-        return await handle(find, method, path.rstrip("/"), headers, content, more)
+        return await handle(find, method, path.rstrip("/"), headers, content, more, self._bug)
+
+    def _bug(self, error: Exception) -> None:
+        self._count_bug()
+        report_bug(error)
 
     async def _find(self, session_id: str, key: str) -> LedgerCalls:
         """What the ledger has of a session; raises Unauthenticated, NotFound."""
@@ -154,7 +166,16 @@ class Sessions:
                 renewing.cancel()
             return responses
 
-        return Model("areal", generate, tokenizer, renderer, self._config.gconfig)
+        config = self._config
+        return Model(
+            "areal",
+            generate,
+            tokenizer,
+            renderer,
+            config.gconfig,
+            config.context_length,
+            self._bug,
+        )
 
     async def _renew(self, found: pb.GetSessionResponse) -> None:
         """Keeps a session while a call is answered: its agent waits, and is not silent."""

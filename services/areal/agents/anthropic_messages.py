@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -28,10 +27,10 @@ from pydantic import BaseModel
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import count, get, need, objects, refuse, texts
+from areal.agents.fields import count, get, need, objects, refuse, shown, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
-from areal.tokenizer.json_text import json_object
+from areal.tokenizer.json_text import json_object, loads
 from areal.workflows.rendering import Message as ChatMessage
 
 Stop = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -58,10 +57,8 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         messages += _turn(turn, f"messages[{index}]")
     choice = get(body, "tool_choice", dict) or {}
     kind = choice.get("type", "auto")
-    if kind not in _CHOICES:
-        raise InvalidInput(
-            f"tool_choice.type {str(kind)[:80]!r}: expected one of {', '.join(_CHOICES)}"
-        )
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise InvalidInput(f"tool_choice.type {shown(kind)}: expected one of {', '.join(_CHOICES)}")
     output = get(body, "output_config", dict) or {}
     schema = schema_of(get(output, "format", dict, "output_config."), "output_config.format")
     tools = _tools(body)
@@ -85,7 +82,7 @@ def _tools(body: Mapping[str, Any]) -> list[ChatMessage] | None:
     for index, tool in enumerate(objects(tools, "tools")):
         where = f"tools[{index}]."
         if tool.get("type", "custom") != "custom":
-            raise InvalidInput(f"{where}type {str(tool['type'])[:80]!r}: expected 'custom'")
+            raise InvalidInput(f"{where}type {shown(tool['type'])}: expected 'custom'")
         function = {
             "name": need(tool, "name", str, where),
             "description": get(tool, "description", str, where) or "",
@@ -99,7 +96,7 @@ def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
     """One turn: results of tools first, each a message, then its words."""
     role = turn.get("role")
     if role not in ("user", "assistant", "system"):  # Claude Code: reminders between the turns
-        raise InvalidInput(f"{where}.role {role!r}: expected 'user', 'assistant' or 'system'")
+        raise InvalidInput(f"{where}.role {shown(role)}: expected 'user', 'assistant' or 'system'")
     content = turn.get("content")
     if not isinstance(content, list):
         yield {"role": role, "content": text_of(content, f"{where}.content")}
@@ -125,7 +122,7 @@ def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
             )
         elif kind not in ("thinking", "redacted_thinking"):
             if kind != "text":
-                raise InvalidInput(f"{at}: a part of type {kind!r}: expected text")
+                raise InvalidInput(f"{at}: a part of type {shown(kind)}: expected text")
             words.append(need(block, "text", str, f"{at}."))
     yield from results
     if words or calls or not results:
@@ -154,9 +151,7 @@ def _blocks(answer: Answer) -> list[Block]:
         blocks.append(TextBlock(type="text", text=answer.content))
     for call in answer.calls:
         blocks.append(
-            ToolUseBlock(
-                type="tool_use", id=call.id, name=call.name, input=json.loads(call.arguments)
-            )
+            ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=loads(call.arguments))
         )
     return blocks
 
@@ -219,8 +214,7 @@ class Events:
         for call in answer.calls:
             empty = ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={})
             yield self._begin(empty)
-            arguments = json.dumps(json.loads(call.arguments))
-            yield self._delta(InputJSONDelta(type="input_json_delta", partial_json=arguments))
+            yield self._delta(InputJSONDelta(type="input_json_delta", partial_json=call.arguments))
             yield from self._stop()
         end = Delta(stop_reason=_stop_reason(answer), stop_sequence=answer.stopped_by or None)
         usage = MessageDeltaUsage(output_tokens=len(answer.response.output_tokens))

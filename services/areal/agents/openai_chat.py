@@ -24,7 +24,7 @@ from openai.types.completion_usage import CompletionUsage
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import count, get, need, objects, refuse, texts
+from areal.agents.fields import count, get, need, objects, refuse, shown, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
@@ -44,6 +44,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     """
     refuse(body, logit_bias=({},), modalities=(["text"],), function_call=("none", "auto"))
     refuse(body, top_logprobs=(0,))
+    get(body, "stream_options", dict)
     messages = need(body, "messages", list)
     if not messages:
         raise InvalidInput("messages: expected at least one")
@@ -77,15 +78,17 @@ def _tools(body: Mapping[str, Any]) -> list[Message] | None:
     for index, tool in enumerate(objects(tools, "tools")):
         where = f"tools[{index}]."
         if tool.get("type") != "function":
-            raise InvalidInput(f"{where}type {str(tool.get('type'))[:80]!r}: expected 'function'")
+            raise InvalidInput(f"{where}type {shown(tool.get('type'))}: expected 'function'")
         need(need(tool, "function", dict, where), "name", str, f"{where}function.")
     return list(tools)
 
 
 def _message(message: Message, where: str) -> Message:
     role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidInput(f"{where}.role {role!r}: expected one of {', '.join(sorted(_ROLES))}")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidInput(
+            f"{where}.role {shown(role)}: expected one of {', '.join(sorted(_ROLES))}"
+        )
     read: Message = {
         "role": "system" if role == "developer" else role,
         "content": text_of(message.get("content"), f"{where}.content"),

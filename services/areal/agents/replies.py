@@ -26,8 +26,6 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import orjson
-
 from areal.agents.chat import Answer
 from areal.agents.partial import AnswerDelta, OnDelta
 from areal.agents.session import Session
@@ -41,6 +39,7 @@ from areal.errors import (
     Unavailable,
     WaitTimeout,
 )
+from areal.tokenizer.json_text import dumps
 
 _STATUS: dict[type[ArealError], tuple[int, str]] = {
     InvalidInput: (400, "invalid_request_error"),
@@ -51,6 +50,7 @@ _STATUS: dict[type[ArealError], tuple[int, str]] = {
     Unavailable: (503, "overloaded_error"),
     WaitTimeout: (504, "timeout_error"),
 }
+_MAX_MESSAGE = 2000
 Event = dict[str, Any]
 
 
@@ -100,10 +100,18 @@ class Reply:
     """A streamed body, which replaces `body`; must be closed."""
 
 
-def failure(error: ArealError, *, typed: bool) -> tuple[int, Event]:
-    """Status and body of an error; `typed`: in the format of Anthropic and of OpenAI's events."""
-    status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), (500, "error"))
-    error_body: Event = {"message": str(error), "type": kind}
+def failure(error: Exception, *, typed: bool) -> tuple[int, Event]:
+    """Status and body of an error; `typed`: in the format of Anthropic and of OpenAI's events.
+
+    An error that is none of ours is a bug: its class is all that the agent is told.
+    """
+    unknown = 500, "api_error" if typed else "server_error"
+    status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), unknown)
+    text = f"{type(error).__name__}: see the log of the service"
+    if isinstance(error, ArealError):
+        # Templates and servers write what they like into theirs.
+        text = str(error)[:_MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()
+    error_body: Event = {"message": text, "type": kind}
     if typed:
         return status, {"type": "error", "error": error_body}
     return status, {"error": error_body | {"param": None, "code": None}}
@@ -155,7 +163,9 @@ async def streamed(
             answers = await task
             yield ending(events, answers)
             await delivery(session, answers)()
-        except ArealError as error:
+        except Exception as error:
+            if not isinstance(error, ArealError):
+                session.bug(error)
             yield framed([failure(error, typed=named)[1]])
 
     try:
@@ -173,7 +183,7 @@ async def streamed(
 
 def _frame(event: Event, named: bool) -> bytes:
     name = b"event: %s\n" % event["type"].encode() if named else b""
-    return b"%sdata: %s\n\n" % (name, orjson.dumps(event))
+    return b"%sdata: %s\n\n" % (name, dumps(event))
 
 
 async def _stop(task: asyncio.Task[Any]) -> None:

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from areal.errors import InvalidInput, Unavailable
 from areal.tokenizer.chat_template import plain_tools
 from areal.workflows.mcp_tools import Connection
-from areal.workflows.rendering import Message, ToolCall
+from areal.workflows.rendering import Message
 from areal.workflows.threads import BlockingCalls, TooManyHung
 from areal.workflows.tool_schema import arguments_of, schema_of
+from areal.workflows.tool_text import ToolCall
 
 
 class ToolCalls:
