@@ -12,23 +12,27 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import math
 import secrets
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Literal
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from areal.agents.replies import failure, frame
+from areal.chassis.logging import get_logger
 from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.rollout import RolloutClient
-from areal.errors import InvalidInput, Unavailable
+from areal.errors import ArealError, CapacityExceeded, InvalidInput, Unavailable
+from areal.tokenizer.json_text import dumps
 from areal.types import Purpose, Task, WorkflowSpec
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
 from areal_gateway.config import GatewayConfig
+from areal_gateway.rest import JsonObject
 
 # What a worker reads of a request.
 _HEADERS = ("authorization", "x-api-key", "x-stainless-retry-count")
@@ -58,6 +62,24 @@ async def _unless_gone(
         gone.cancel()
 
 
+def agent_error(request: Request, error: Exception, status: int | None = None) -> Response | None:
+    """Answers a session's agent with an error, in the format of the API that it calls.
+
+    Args:
+        request: The request; None is returned for one that is not of a session's agent.
+        error: What went wrong.
+        status: Its status, where that is known; else the one of the error's class.
+    """
+    path = request.url.path
+    if not path.startswith("/sessions/"):
+        return None
+    code, body = failure(error, typed=path.endswith("/messages"))
+    headers = {}
+    if isinstance(error, CapacityExceeded) and error.retry_after_s is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    return Response(dumps(body), status or code, headers, "application/json")
+
+
 def _api_keys(salt: bytes, given: str, n: int) -> list[str]:
     """The keys of a session's attempts.
 
@@ -73,7 +95,7 @@ class OpenIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    task: dict[str, Any] = Field(default_factory=dict)
+    task: JsonObject = Field(default_factory=dict)
     """What the agent works on: kept with the trajectories, for people."""
     n: int = Field(default=1, ge=1, le=64)
     """Attempts at the task, each a session of its own. They are one group: their rewards are
@@ -129,7 +151,7 @@ def add_agents(
             "ttl_s": idle_s,
             "sessions": opened,
         }
-        return Response(orjson.dumps(answer), media_type="application/json")
+        return Response(dumps(answer), media_type="application/json")
 
     async def call(session_id: str, request: Request, path: str = "") -> Response:
         """A request of the session's agent, which has the session's own key."""
@@ -152,8 +174,14 @@ def add_agents(
         async def parts() -> AsyncGenerator[bytes]:
             async with aclosing(replies):
                 yield reply.body
-                async for more in replies:
-                    yield more.body
+                try:
+                    async for more in replies:
+                        yield more.body
+                except Exception as error:
+                    if not isinstance(error, ArealError):
+                        get_logger("areal.gateway").error("agent_stream_failed", exc_info=error)
+                    named = path.endswith(("/messages", "/responses"))
+                    yield frame(failure(error, typed=named)[1], named)
 
         return StreamingResponse(parts(), reply.status, dict(reply.headers), kind)
 

@@ -149,7 +149,7 @@ async def streamed(
     task.add_done_callback(lambda _: news.put_nowait(None))
 
     def framed(events: Iterable[Event]) -> bytes:
-        return b"".join(_frame(event, named) for event in events)
+        return b"".join(frame(event, named) for event in events)
 
     def ending(events: Events, answers: list[Answer]) -> bytes:
         return framed(events.end(answers)) + (b"" if named else b"data: [DONE]\n\n")
@@ -181,7 +181,8 @@ async def streamed(
     return Reply(200, body, stream=True, sent=delivery(session, answers))
 
 
-def _frame(event: Event, named: bool) -> bytes:
+def frame(event: Event, named: bool) -> bytes:
+    """Returns an event of a stream as it is sent; `named`: with the name that is its type."""
     name = b"event: %s\n" % event["type"].encode() if named else b""
     return b"%sdata: %s\n\n" % (name, dumps(event))
 

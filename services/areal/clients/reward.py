@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-import orjson
-
 from areal.clients.base import CallPolicy, Client, Policies
 from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.protocol.trajectories import row_json
+from areal.tokenizer.json_text import dumps
 from areal.types import Score
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
@@ -59,7 +58,7 @@ class RewardClient(Client):
             reward=pb.RewardSpec(
                 recipe_digest=recipe_digest,
                 name=spec_name,
-                kwargs_json=orjson.dumps(dict(kwargs)).decode() if kwargs else "",
+                kwargs_json=dumps(dict(kwargs)).decode() if kwargs else "",
             )
         )
         for item in items:
