@@ -13,7 +13,7 @@ from areal.agents.constraints import Required
 from areal.agents.partial import split_reasoning
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
-from areal.tokenizer.json_text import canonical, dumps, loads
+from areal.tokenizer.json_text import WRITER_DEPTH, canonical, dumps, loads
 from areal.types import LLMResponse, StopReason
 from areal.workflows.rendering import Message, Reply
 from areal.workflows.tool_text import without_calls
@@ -205,7 +205,7 @@ class Kept:
     @classmethod
     def read(cls, content: str) -> Self:
         """What `write` has written."""
-        return cls(**loads(content))
+        return cls(**loads(content, WRITER_DEPTH))
 
     def write(self) -> str:
         """As JSON."""

@@ -21,7 +21,8 @@ from areal.errors import InvalidInput
 MAX_DEPTH = 200
 """Levels of nesting that `loads` reads: fewer than can be written, for it is written inside of
 records and answers."""
-_WRITER_DEPTH = 254
+WRITER_DEPTH = 254
+"""Levels of nesting that `dumps` writes."""
 # 19 digits are the shortest number that may not fit; a text of digits only costs the slower parser.
 _LONG = b"0" * 19
 _DIGITS = bytes(ord("0") if chr(byte) in "0123456789" else ord(" ") for byte in range(256))
@@ -30,33 +31,37 @@ _EXACT = 2**53
 
 
 class TooDeep(ValueError):
-    """JSON that is nested deeper than `MAX_DEPTH`."""
+    """JSON that is nested too deep."""
 
-    def __init__(self) -> None:
-        super().__init__(f"nested too deep, expected {MAX_DEPTH} levels at most")
+    def __init__(self, levels: int) -> None:
+        super().__init__(f"nested too deep, expected {levels} levels at most")
 
 
-def loads(content: str | bytes) -> Any:
+def loads(content: str | bytes, levels: int = MAX_DEPTH) -> Any:
     """Returns the value of a JSON text in UTF-8; integers stay integers.
+
+    Args:
+        content: The text.
+        levels: The most levels of nesting, up to `WRITER_DEPTH`.
 
     Raises:
         ValueError: The text is not JSON (NaN, lone surrogates and numbers beyond a double that are
-            no integers are not), it is nested deeper than `MAX_DEPTH` (`TooDeep`), or an integer
-            has more digits than Python reads (4300).
+            no integers are not), it is nested too deep (`TooDeep`), or an integer has more
+            digits than Python reads (4300).
     """
     raw = content.encode() if isinstance(content, str) else content
     value: Any = None
     if _LONG in raw.translate(_DIGITS):
-        value = _any_integers(raw)
+        value = _any_integers(raw, levels)
     else:
         try:
             value = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
             if "depth limit" in str(error):
-                raise TooDeep from None
+                raise TooDeep(levels) from None
             raise
-    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and _too_deep(value):
-        raise TooDeep
+    if raw.count(b"{") + raw.count(b"[") > levels and _too_deep(value, levels):
+        raise TooDeep(levels)
     return value
 
 
@@ -109,7 +114,7 @@ def json_object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _any_integers(raw: bytes) -> Any:
+def _any_integers(raw: bytes, levels: int) -> Any:
     """As `orjson.loads` would read it, with the integers as they are."""
 
     def refused(name: str) -> Any:
@@ -123,14 +128,16 @@ def _any_integers(raw: bytes) -> Any:
         value = json.loads(raw.decode(), parse_constant=refused, parse_float=finite)
         dumps(value)
     except RecursionError:
-        raise TooDeep from None
-    except orjson.JSONEncodeError as error:  # half a character, or far too deep
-        raise ValueError(str(error)) from None
+        raise TooDeep(levels) from None
+    except orjson.JSONEncodeError as error:
+        if "ecursion" in str(error):
+            raise TooDeep(levels) from None
+        raise ValueError(str(error)) from None  # half a character
     return value
 
 
-def _too_deep(value: Any) -> bool:
-    for _ in range(_WRITER_DEPTH - MAX_DEPTH):
+def _too_deep(value: Any, levels: int) -> bool:
+    for _ in range(WRITER_DEPTH - levels):
         value = [value]
     try:
         dumps(value)

@@ -18,6 +18,8 @@ from typing import Any
 
 from areal.tokenizer.json_text import loads
 
+MAX_DEPTH = 150
+"""Levels of a call: fewer than a request has, in which clients send it back."""
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
@@ -124,7 +126,7 @@ def _glm_call(text: str, start: int, values_until: int) -> tuple[int, ToolCall |
 def _call(source: str) -> ToolCall | None:
     """The call that a JSON text is."""
     try:
-        call = loads(source)
+        call = loads(source, MAX_DEPTH)
     except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -136,6 +138,6 @@ def _call(source: str) -> ToolCall | None:
 def _value(text: str) -> Any:
     """GLM writes strings as they are, and all else as JSON."""
     try:
-        return loads(text)
+        return loads(text, MAX_DEPTH)
     except ValueError:
         return text

@@ -33,7 +33,8 @@ CALLS = {
     "a big integer": (f'{{"a": {BIG}}}', {"a": BIG}),
     "a negative one": (f'{{"a": [-{BIG}]}}', {"a": [-BIG]}),
     "400 digits": ('{"a": ' + "7" * 400 + "}", {"a": int("7" * 400)}),
-    "200 levels": ('{"a": ' + "[" * 190 + "1" + "]" * 190 + "}", None),
+    "150 levels": ('{"a": ' + "[" * 148 + "1" + "]" * 148 + "}", None),
+    "150 levels and a big integer": ('{"a": ' + "[" * 148 + f"{BIG}" + "]" * 148 + "}", None),
     "half an integer": ('{"a": 12345678901234567890.5}', {"a": 12345678901234567890.5}),
     "nul": ('{"a": "\\u0000"}', {"a": "\0"}),
     "a pair": ('{"a": "\\ud83d\\ude00"}', {"a": "😀"}),
@@ -50,6 +51,7 @@ TEXTS = {
     "half a pair": call('{"a": "\\ud800"}'),
     "half a pair beside a big integer": call(f'{{"a": "\\ud800", "b": {BIG}}}'),
     "half a pair as a name": call("{}", '"\\udfff"'),
+    "151 levels": call('{"a": ' + "[" * 149 + "1" + "]" * 149 + "}"),
     "3000 brackets": call('{"a": ' + "[" * 3000 + "1" + "]" * 3000 + "}"),
     "3000 open brackets": "<tool_call>" + "[" * 3000,
     "3000 braces": "<tool_call>" + '{"a":' * 3000,
@@ -94,6 +96,18 @@ async def test_answer_when_it_is_no_call_then_it_is_text_and_extended(path, name
     text, calls = await both_turns(path, TEXTS[name])
     assert calls == []
     assert text == TEXTS[name].strip()
+
+
+@pytest.mark.parametrize("name", [*CALLS, *TEXTS])
+async def test_answer_when_its_id_is_all_that_comes_back_then_the_kept_one_is_extended(name):
+    said = TEXTS[name] if name in TEXTS else call(CALLS[name][0])
+    scripted = Scripted(said, "done")
+    session, first = session_of(scripted), asking("/responses")
+    _, content = await send(session, "/responses", first)
+    more = {"input": "go on", "previous_response_id": strict(content)["id"]}
+    status, content = await send(session, "/responses", {**first, **more})
+    assert status == 200, content
+    check_exact(session.calls, scripted, chains=[[0, 1]])
 
 
 @pytest.mark.parametrize("path", APIS)
