@@ -166,15 +166,14 @@ class Sessions:
                 renewing.cancel()
             return responses
 
-        config = self._config
         return Model(
             "areal",
             generate,
             tokenizer,
             renderer,
-            config.gconfig,
-            config.context_length,
-            self._bug,
+            self._config.gconfig,
+            context_length=self._config.context_length,
+            on_bug=self._bug,
         )
 
     async def _renew(self, found: pb.GetSessionResponse) -> None:

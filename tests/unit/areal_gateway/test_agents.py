@@ -201,17 +201,6 @@ async def test_stream_when_it_breaks_then_its_last_event_is_the_error(api, named
     assert "secret" not in last
 
 
-@pytest.mark.parametrize("api", ["chat/completions", "messages"])
-async def test_body_when_larger_than_allowed_then_413_in_the_format_of_the_api(gateway, api):
-    http, _, worker = gateway
-    content = b"x" * (GatewayConfig().max_body_bytes + 1)
-    reply = await http.post(f"/sessions/s-0/v1/{api}", content=content)
-    assert reply.status_code == 413
-    assert reply.json()["error"]["message"]
-    assert (reply.json().get("type") == "error") == (api == "messages")
-    assert not worker.calls
-
-
 @pytest.mark.parametrize(
     ("content", "status"),
     [
