@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+_LARGE = 1 << 14
+
+
 class Tokenizer:
     """Text to ids and back; safe to share between coroutines.
 
@@ -131,10 +134,18 @@ class Tokenizer:
         Half of a surrogate pair, as in file names that are not UTF-8, is read as U+FFFD.
         """
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._encode(text, add_special_tokens)
         except TypeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int]
+        if len(text) < _LARGE:
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # only a batch releases the interpreter's lock, which the event loop waits for
+            [whole] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = whole.ids
         return ids
 
     def refuse_longer(self, texts: Sequence[str], most: int) -> None:

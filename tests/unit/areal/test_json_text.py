@@ -172,8 +172,6 @@ def test_values_when_different_then_two_texts(one, other):
     assert canonical(one) != canonical(other)
 
 
-@pytest.mark.parametrize(
-    "value", ["\ud800", {"\ud800": 1}, float("nan"), float("inf"), 10**5000 - 1]
-)
+@pytest.mark.parametrize("value", ["\ud800", {"\ud800": 1}, float("nan"), float("inf"), 10**4000])
 def test_value_when_no_json_has_it_then_canonical_does_not_raise(value):
     assert canonical(value)

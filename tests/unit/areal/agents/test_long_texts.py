@@ -158,3 +158,11 @@ def test_size_when_of_any_message_then_its_characters(message, size):
 def test_text_when_it_has_half_a_character_then_it_is_read_as_unknown():
     plain = tokenizer("qwen2.5")
     assert plain.encode("a\udcffb\ud83d\ude00") == plain.encode("a\ufffdb😀")
+
+
+def test_text_when_large_then_the_same_ids_as_in_parts():
+    plain = tokenizer("qwen2.5")
+    text = "A line, été 数学.\n" * 3000
+    part = plain.encode(text[: len(text) // 3000], add_special_tokens=False)
+    assert plain.encode(text, add_special_tokens=False) == part * 3000
+    assert plain.encode(text + "\udcff")[-3:] == plain.encode("\ufffd")[-3:]
