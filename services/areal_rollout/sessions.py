@@ -25,7 +25,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -61,6 +61,7 @@ from areal.workflows.rendering import TemplateRenderer
 from areal_rollout.config import RolloutConfig
 from areal_rollout.interfaces import Buffer, Generation
 from areal_rollout.ledger_calls import LedgerCalls
+from areal_rollout.metrics import RolloutMetrics
 from areal_rollout.results import Rejection, judge
 from areal_rollout.session_cache import CachedCalls, SessionCache
 
@@ -84,7 +85,7 @@ class Sessions:
         sessions: BufferSessions,
         buffer: Buffer,
         config: RolloutConfig,
-        on_bug: Callable[[], None] = lambda: None,
+        metrics: RolloutMetrics | None = None,
     ) -> None:
         """Takes what it calls.
 
@@ -92,12 +93,12 @@ class Sessions:
             sessions: Where their calls are.
             buffer: Takes finished groups.
             config: Its `gconfig` is how to sample, whatever agents ask for: training assumes it.
-            on_bug: Counts a call that failed with an unexpected exception.
+            metrics: Counts calls that failed with an unexpected exception; None: no one does.
         """
         self._sessions, self._buffer, self._config = sessions, buffer, config
         self._model: tuple[Generation, Tokenizer, TemplateRenderer] | None = None
         self._cache = SessionCache()
-        self._count_bug = on_bug
+        self._metrics = metrics
 
     def start(self, generation: Generation, tokenizer: Tokenizer) -> None:
         """From now on there is a model."""
@@ -124,7 +125,8 @@ class Sessions:
         return await handle(find, method, path.rstrip("/"), headers, content, more, self._bug)
 
     def _bug(self, error: Exception) -> None:
-        self._count_bug()
+        if self._metrics is not None:
+            self._metrics.agent_call_bug()
         report_bug(error)
 
     async def _find(self, session_id: str, key: str) -> LedgerCalls:
