@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from areal.clients.base import CallPolicy, Client, Policies
 from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.protocol.trajectories import row_json
-from areal.tokenizer.json_text import dumps
 from areal.types import Score
 from areal.v1 import reward_service_pb2 as pb
 from areal.v1 import reward_service_pb2_grpc as pb_grpc
@@ -58,7 +57,7 @@ class RewardClient(Client):
             reward=pb.RewardSpec(
                 recipe_digest=recipe_digest,
                 name=spec_name,
-                kwargs_json=dumps(dict(kwargs)).decode() if kwargs else "",
+                kwargs_json=row_json(dict(kwargs)) if kwargs else "",
             )
         )
         for item in items:
