@@ -48,7 +48,8 @@ class PromptTooLong(InvalidInput):
     """A prompt leaves no room for an answer in the model's context.
 
     Attributes:
-        tokens: Length of the prompt, in tokens.
+        tokens: Length of the prompt, in tokens; a lower bound where its texts show that it is too
+            long, and are not all encoded.
         limit: Length of the model's context, in tokens.
     """
 

@@ -16,22 +16,25 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import Any, Literal
+from typing import Literal
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.background import BackgroundTask
 
 from areal.agents import headers
+from areal.agents.replies import failure, frame, is_anthropic, refused
+from areal.chassis.logging import get_logger
 from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.rollout import RolloutClient
 from areal.errors import ArealError, InvalidInput, Unavailable
+from areal.tokenizer.json_text import dumps
 from areal.types import Purpose, Task, WorkflowSpec
 from areal.v1.buffer_service_pb2 import UpdateSessionRequest
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
 from areal_gateway.config import GatewayConfig
+from areal_gateway.rest import JsonObject
 
 
 async def _unless_gone(
@@ -58,6 +61,45 @@ async def _unless_gone(
         gone.cancel()
 
 
+class _PassedOn:
+    """A streamed answer on its way to the agent."""
+
+    def __init__(self, replies: AsyncGenerator[CallSessionResponse], path: str) -> None:
+        self._replies, self._path = replies, path
+        self.whole = False
+        """All of it was passed on."""
+
+    async def parts(self, first: bytes) -> AsyncGenerator[bytes]:
+        """The body; a failure ends it with an event that says so."""
+        async with aclosing(self._replies):
+            yield first
+            try:
+                async for more in self._replies:
+                    yield more.body
+                self.whole = True
+            except Exception as error:
+                if not isinstance(error, ArealError):
+                    get_logger("areal.gateway").error("agent_stream_failed", exc_info=error)
+                named, anthropic = self._path.endswith("/responses"), is_anthropic(self._path)
+                typed = named or anthropic
+                yield frame(failure(error, typed=typed, anthropic=anthropic)[1], typed)
+
+
+def agent_error(request: Request, error: Exception, status: int | None = None) -> Response | None:
+    """Answers a session's agent with an error, in the format of the API that it calls.
+
+    Args:
+        request: The request; None is returned for one that is not of a session's agent.
+        error: What went wrong.
+        status: Its status, where that is known; else the one of the error's class.
+    """
+    path = request.url.path
+    if not path.startswith("/sessions/"):
+        return None
+    reply = refused(error, path, status)
+    return Response(reply.body, reply.status, dict(reply.headers), "application/json")
+
+
 def _api_keys(salt: bytes, given: str, n: int) -> list[str]:
     """The keys of a session's attempts.
 
@@ -73,7 +115,7 @@ class OpenIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    task: dict[str, Any] = Field(default_factory=dict)
+    task: JsonObject = Field(default_factory=dict)
     """What the agent works on: kept with the trajectories, for people."""
     n: int = Field(default=1, ge=1, le=64)
     """Attempts at the task, each a session of its own. They are one group: their rewards are
@@ -129,7 +171,7 @@ def add_agents(
             "ttl_s": idle_s,
             "sessions": opened,
         }
-        return Response(orjson.dumps(answer), media_type="application/json")
+        return Response(dumps(answer), media_type="application/json")
 
     async def call(session_id: str, request: Request, path: str = "") -> Response:
         """A request of the session's agent, which has the session's own key."""
@@ -147,10 +189,10 @@ def add_agents(
         replies = rollout.call_session(passed, wait_s=2 * config.generation_s)
         reply = await _unless_gone(request, replies)
         kind = "text/event-stream" if reply.stream else "application/json"
-        whole = not reply.stream
+        passed_on = _PassedOn(replies, path)
 
         async def sent() -> None:
-            if whole and reply.receipt and sessions is not None:
+            if passed_on.whole and reply.receipt and sessions is not None:
                 # Without this record the answer counts as lost if the client asks again.
                 with suppress(ArealError):
                     await sessions.update(UpdateSessionRequest.FromString(reply.receipt))
@@ -158,17 +200,10 @@ def add_agents(
         after = BackgroundTask(sent)
         if not reply.stream:
             await replies.aclose()
+            passed_on.whole = True
             return Response(reply.body, reply.status, dict(reply.headers), kind, after)
-
-        async def parts() -> AsyncGenerator[bytes]:
-            nonlocal whole
-            async with aclosing(replies):
-                yield reply.body
-                async for more in replies:
-                    yield more.body
-            whole = True
-
-        return StreamingResponse(parts(), reply.status, dict(reply.headers), kind, after)
+        parts = passed_on.parts(reply.body)
+        return StreamingResponse(parts, reply.status, dict(reply.headers), kind, after)
 
     for path in ("/sessions/{session_id}", "/sessions/{session_id}/{path:path}"):
         app.add_api_route(path, call, methods=["GET", "POST"], include_in_schema=False)

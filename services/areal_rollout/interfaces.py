@@ -69,6 +69,9 @@ class Observer(Protocol):
     def dropped_answers(self, count: int) -> None:
         """Counts answers of sessions that were not used, since their requests were repeated."""
 
+    def agent_call_bug(self) -> None:
+        """Counts an agent's call that failed with an unexpected exception."""
+
     def drifted(self) -> None:
         """Counts a lost episode: a later prompt did not begin with the tokens before it."""
 

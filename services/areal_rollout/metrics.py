@@ -73,6 +73,12 @@ class RolloutMetrics:
             "their request again and no gateway had sent them completely.",
             registry=registry,
         )
+        self._bugs = Counter(
+            "areal_rollout_agent_call_bugs",
+            "Calls of outside agents answered with status 500: an unexpected exception, whose "
+            "traceback is in the log as agent_call_failed.",
+            registry=registry,
+        )
         self._busy = Counter(
             "areal_rollout_busy_seconds",
             "Time during which at least one episode was running.",
@@ -160,6 +166,10 @@ class RolloutMetrics:
     def dropped_answers(self, count: int) -> None:
         """Counts answers that were not used, since their requests were repeated."""
         self._dropped.inc(count)
+
+    def agent_call_bug(self) -> None:
+        """Counts an agent's call that failed with an unexpected exception."""
+        self._bugs.inc()
 
     def request_done(self, seconds: float, tokens: int) -> None:
         """Counts a generation request that succeeded."""

@@ -33,7 +33,7 @@ from typing import Any
 from areal.agents.fields import score
 from areal.agents.replies import Reply
 from areal.agents.routes import handle
-from areal.agents.session import Model, Session
+from areal.agents.session import Model, Session, report_bug
 from areal.agents.tree import Merged, merge
 from areal.clients.buffer.sessions import BufferSessions
 from areal.errors import (
@@ -93,7 +93,8 @@ class Sessions:
             sessions: Where their calls are.
             buffer: Takes finished groups.
             config: Its `gconfig` is how to sample, whatever agents ask for: training assumes it.
-            observer: Receives how many answers are left out, since their requests were repeated.
+            observer: Receives how many answers are left out, since their requests were repeated,
+                and calls that failed with an unexpected exception.
         """
         self._observer = observer
         self._sessions, self._buffer, self._config = sessions, buffer, config
@@ -122,8 +123,12 @@ class Sessions:
             return {"id": session_id, "state": await self._end(calls, score(body))}
 
         more = {("GET", ""): state, ("POST", "/end"): end}
-        reply = await handle(find, method, path.rstrip("/"), headers, content, more)
+        reply = await handle(find, method, path.rstrip("/"), headers, content, more, self._bug)
         return replace(reply, receipt=calls.receipt) if reply.status == 200 else reply
+
+    def _bug(self, error: Exception) -> None:
+        self._observer.agent_call_bug()
+        report_bug(error)
 
     async def _find(self, session_id: str, key: str) -> LedgerCalls:
         """What the ledger has of a session; raises Unauthenticated, NotFound."""
@@ -164,7 +169,15 @@ class Sessions:
                 renewing.cancel()
             return responses
 
-        return Model("areal", generate, tokenizer, renderer, self._config.gconfig)
+        return Model(
+            "areal",
+            generate,
+            tokenizer,
+            renderer,
+            self._config.gconfig,
+            context_length=self._config.context_length,
+            on_bug=self._bug,
+        )
 
     async def _renew(self, found: pb.GetSessionResponse) -> None:
         """Keeps a session while a call is answered: its agent waits, and is not silent."""

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import orjson
-
 from areal.agents.constraints import Required
 from areal.agents.partial import split_reasoning
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
-from areal.tokenizer.json_text import dumps, loads
+from areal.tokenizer.json_text import WRITER_DEPTH, canonical, dumps, loads
 from areal.types import LLMResponse, StopReason
 from areal.workflows.rendering import Message, Reply
+from areal.workflows.tool_text import without_calls
 
 END_OF_CALL = "</tool_call>"
-_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class Answer:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                    "function": {"name": call.name, "arguments": loads(call.arguments)},
                 }
                 for call in self.calls
             ]
@@ -131,7 +128,7 @@ def read_answer(
     """
     text = reply.text
     if stopped_by:
-        text = text[: text.index(stopped_by)]
+        text = text.partition(stopped_by)[0]
     reasoning, text = split_reasoning(text, opened)
     calls: tuple[Call, ...] = ()
     if offered and not stopped_by:
@@ -140,8 +137,7 @@ def read_answer(
             for c in reply.tool_calls
         )
     if calls:
-        # Llama writes a call as the whole answer, without marks.
-        text = _CALL.sub("", text) if "<tool_call>" in text else ""
+        text = without_calls(text)
     text = text.rstrip() if begun and not reasoning else text.strip()
     return Answer(number, response, text, reasoning.strip(), calls, stopped_by)
 
@@ -232,7 +228,7 @@ class Kept:
     @classmethod
     def read(cls, content: str) -> Self:
         """What `write` has written."""
-        return cls(**loads(content))
+        return cls(**loads(content, WRITER_DEPTH))
 
     def write(self) -> str:
         """As JSON."""
@@ -240,8 +236,7 @@ class Kept:
 
 
 def _digest(value: Any) -> str:
-    content = dumps(value, option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return hashlib.blake2b(canonical(value), digest_size=16).hexdigest()
 
 
 def _gist(message: Message) -> list[Any]:
@@ -268,9 +263,11 @@ def text_of(content: Any, where: str) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in {"text", "input_text", "output_text"} or not isinstance(
+        if kind not in ("text", "input_text", "output_text") or not isinstance(
             part.get("text"), str
         ):
-            raise InvalidInput(f"{where}[{index}]: a part of type {kind!r}: expected text")
+            raise InvalidInput(
+                f"{where}[{index}]: a part of type {str(kind)[:80]!r}: expected text"
+            )
         texts.append(part["text"])
     return "".join(texts)

@@ -6,10 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import orjson
-
 from areal.errors import InvalidInput
-from areal.tokenizer.json_text import json_object
+from areal.tokenizer.json_text import json_object, loads
 from areal.types import Score
 from areal.workflows.rendering import Message
 
@@ -21,17 +19,26 @@ _NAMES: dict[Any, str] = {
     list: "a list",
 }
 _PART = re.compile(r"[\w.-]{1,64}")
+_MAX_ITEMS = 1 << 16
+"""Messages or tools: more than any model's context has room for, and quickly read."""
+# Each piece of an answer is compared with them while it is streamed.
+_MAX_STOPS, _MAX_STOP_CHARS = 64, 1000
 _NUMBER = re.compile(r"-(\d{1,9})\Z")
 _NAMES |= {dict: "an object"}
 _OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"}
 """Variables of chat templates that are set by other means."""
 
 
+def shown(value: Any) -> str:
+    """How an error shows a value: its first characters."""
+    return repr(str(value)[:80])
+
+
 def body_of(content: bytes) -> dict[str, Any]:
     """Returns a request's body; raises InvalidInput."""
     try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
+        body = loads(content)
+    except ValueError as error:
         raise InvalidInput(f"body: not JSON ({error})") from None
     if not isinstance(body, dict):
         raise InvalidInput("body: expected a JSON object")
@@ -44,7 +51,7 @@ def get(body: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T
     if value is None:
         return None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InvalidInput(f"{where}{name}: expected {_NAMES[kind]}, got {str(value)[:80]!r}")
+        raise InvalidInput(f"{where}{name}: expected {_NAMES[kind]}, got {shown(value)}")
     return value
 
 
@@ -71,7 +78,7 @@ def number(body: Mapping[str, Any], name: str) -> float | None:
         return None
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not good or not -1e9 < value < 1e9:
-        raise InvalidInput(f"{name} {str(value)[:80]!r}: expected a number")
+        raise InvalidInput(f"{name} {shown(value)}: expected a number")
     return float(value)
 
 
@@ -96,7 +103,7 @@ def _parts(parts: Mapping[str, Any]) -> dict[str, float]:
                 f"'.', other than mean and std"
             )
         if not isinstance(value, (int, float)) or not -1e9 < value < 1e9:
-            raise InvalidInput(f"parts {name}: expected a number, got {str(value)[:80]!r}")
+            raise InvalidInput(f"parts {name}: expected a number, got {shown(value)}")
     return {name: float(value) for name, value in parts.items()}
 
 
@@ -126,6 +133,8 @@ def template_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def objects(values: Sequence[Any], where: str) -> Sequence[Message]:
     """A list of objects."""
+    if len(values) > _MAX_ITEMS:
+        raise InvalidInput(f"{where}: {len(values)} items, expected at most {_MAX_ITEMS}")
     for index, value in enumerate(values):
         if not isinstance(value, dict):
             raise InvalidInput(f"{where}[{index}]: expected an object")
@@ -144,4 +153,8 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     values = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
         raise InvalidInput(f"{name}: expected a text, or a list of texts")
+    if len(values) > _MAX_STOPS or max(map(len, values), default=0) > _MAX_STOP_CHARS:
+        raise InvalidInput(
+            f"{name}: expected at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARS} characters"
+        )
     return tuple(values)

@@ -24,7 +24,16 @@ from openai.types.completion_usage import CompletionUsage
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import arguments_of, count, get, need, objects, template_of, texts
+from areal.agents.fields import (
+    arguments_of,
+    count,
+    get,
+    need,
+    objects,
+    shown,
+    template_of,
+    texts,
+)
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
@@ -41,6 +50,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     Raises:
         InvalidInput: A field is malformed, or asks for something unsupported.
     """
+    get(body, "stream_options", dict)
     messages = need(body, "messages", list)
     if not messages:
         raise InvalidInput("messages: expected at least one")
@@ -96,15 +106,17 @@ def _tools(body: Mapping[str, Any]) -> list[Message] | None:
     for index, tool in enumerate(objects(tools, "tools")):
         where = f"tools[{index}]."
         if tool.get("type") != "function":
-            raise InvalidInput(f"{where}type {str(tool.get('type'))[:80]!r}: expected 'function'")
+            raise InvalidInput(f"{where}type {shown(tool.get('type'))}: expected 'function'")
         need(need(tool, "function", dict, where), "name", str, f"{where}function.")
     return list(tools)
 
 
 def _message(message: Message, where: str) -> Message:
     role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidInput(f"{where}.role {role!r}: expected one of {', '.join(sorted(_ROLES))}")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidInput(
+            f"{where}.role {shown(role)}: expected one of {', '.join(sorted(_ROLES))}"
+        )
     read: Message = {
         "role": "system" if role == "developer" else role,
         "content": text_of(message.get("content"), f"{where}.content"),

@@ -27,10 +27,20 @@ from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_output_text import Logprob
 from openai.types.responses.response_reasoning_item import Content
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from pydantic import ValidationError
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import arguments_of, count, get, need, number_of, objects, template_of
+from areal.agents.fields import (
+    arguments_of,
+    count,
+    get,
+    need,
+    number_of,
+    objects,
+    shown,
+    template_of,
+)
 from areal.errors import InvalidInput, NotFound
 from areal.tokenizer import Tokenizer
 from areal.workflows.rendering import Message
@@ -107,7 +117,7 @@ def _tools(body: Mapping[str, Any]) -> list[Message] | None:
     for index, tool in enumerate(objects(tools, "tools")):
         where = f"tools[{index}]."
         if tool.get("type") != "function":
-            raise InvalidInput(f"{where}type {str(tool.get('type'))[:80]!r}: expected 'function'")
+            raise InvalidInput(f"{where}type {shown(tool.get('type'))}: expected 'function'")
         function: Message = {"name": need(tool, "name", str, where)}
         if (description := get(tool, "description", str, where)) is not None:
             function["description"] = description
@@ -211,7 +221,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
             )
         else:
             raise InvalidInput(
-                f"{where}.type {str(kind)[:80]!r}: expected 'message', 'function_call', "
+                f"{where}.type {shown(kind)}: expected 'message', 'function_call', "
                 "'function_call_output' or 'reasoning'"
             )
     if not messages:
@@ -221,8 +231,10 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
 
 def _message(item: Message, where: str) -> Message:
     role = item.get("role")
-    if role not in _ROLES:
-        raise InvalidInput(f"{where}.role {role!r}: expected one of {', '.join(sorted(_ROLES))}")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidInput(
+            f"{where}.role {shown(role)}: expected one of {', '.join(sorted(_ROLES))}"
+        )
     content = text_of(item.get("content"), f"{where}.content")
     return {"role": "system" if role == "developer" else role, "content": content}
 
@@ -252,6 +264,10 @@ class Writer:
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Writes the answer to a request that does not stream."""
         return as_json(self.response(answer))
+
+    def whole_of_none(self) -> dict[str, Any]:
+        """Writes the response as a stream begins it."""
+        return as_json(self.response(None))
 
     def _items(self, answer: Answer) -> list[Item]:
         items: list[Item] = []
@@ -329,6 +345,21 @@ class Writer:
             total_tokens=prompt + sampled,
         )
         return made
+
+
+def check_repeated(body: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Checks the parts of a request that its response repeats, before anything is sampled.
+
+    Raises:
+        InvalidInput: A field is malformed.
+    """
+    wants_logprobs(body)
+    try:
+        Writer("", "", body, tokenizer).whole_of_none()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidInput(f"{where} {shown(first['input'])}: {first['msg']}") from None
 
 
 def wants_logprobs(body: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from areal.tokenizer import Tokenizer
 
 def read_text_request(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Arguments of `Session.complete`; raises InvalidInput."""
+    get(body, "stream_options", dict)
     prompt = body.get("prompt")
     return {
         "prompt": tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(body, "prompt"),

@@ -13,36 +13,36 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 from urllib.parse import unquote
 
-import orjson
-
 from areal.agents.allowed import ROUTES
 from areal.agents.chat import Answer
 from areal.agents.fields import body_of, get, number_of, score
 from areal.agents.headers import Repeats, api_key
-from areal.agents.replies import Reply, delivery, failure, streamed
-from areal.agents.session import Session
-from areal.errors import (
-    ArealError,
-    CapacityExceeded,
-    InvalidInput,
-    NotFound,
-)
+from areal.agents.replies import Reply, delivery, refused, streamed
+from areal.agents.session import OnBug, Session, report_bug
+from areal.errors import ArealError, InvalidInput, NotFound
+from areal.tokenizer.json_text import dumps
+from areal.workflows.large_text import apart
 from areal.workflows.rendering import Message
 
 Answering = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Answers a route of its own."""
 
 
+_LAST = "areal.agents.responses_stream"
+"""The last module that `load_apis` imports."""
+
+
 def load_apis() -> None:
     """Imports the SDKs' types; the first call takes a second."""
-    for name in ("anthropic_messages", "openai_chat", "openai_text", "responses_stream"):
+    for name in ("anthropic_messages", "openai_chat", "openai_text"):
         import_module(f"areal.agents.{name}")
+    import_module(_LAST)
 
 
 async def handle(
@@ -52,8 +52,9 @@ async def handle(
     headers: Mapping[str, str],
     content: bytes,
     own: Mapping[tuple[str, str], Answering] | None = None,
+    on_bug: OnBug = report_bug,
 ) -> Reply:
-    """Answers a request; each of our errors is translated to the error format of that API.
+    """Answers a request; every error is translated to the error format of that API.
 
     Args:
         find: The session of an API key; raises Unauthenticated.
@@ -62,22 +63,21 @@ async def handle(
         headers: Header names in any case.
         content: The body.
         own: Other routes, by method and path: body of a request to body of the answer.
+        on_bug: Called with an unexpected exception before there is a session; see `Model.on_bug`.
     """
     names = {name.lower(): value for name, value in headers.items()}
     while path.startswith("/v1/"):
         path = path.removeprefix("/v1")
+    session: Session | None = None
     try:
         session = await find(api_key(names))
         if answering := (own or {}).get((method, path)):
             return _json(await answering(body_of(content) if content.strip() else {}))
         return await _route(session, method, path, names, content)
-    except ArealError as error:
-        more = {}
-        if isinstance(error, CapacityExceeded):
-            more["Retry-After"] = str(math.ceil(error.retry_after_s or 1))
-        anthropic = path.startswith("/messages")
-        status, error_body = failure(error, typed=anthropic, anthropic=anthropic)
-        return Reply(status, orjson.dumps(error_body), headers=more)
+    except Exception as error:
+        if not isinstance(error, ArealError):
+            session.bug(error) if session is not None else on_bug(error)
+        return refused(error, path)
 
 
 async def _route(
@@ -90,8 +90,8 @@ async def _route(
     route = _POSTS.get(path.removeprefix("/inference/v1")) if method == "POST" else None
     if route is None:
         raise NotFound(f"{method} {path}: no such route")
-    # Not on the event loop, which other episodes share; only the first call has anything to do.
-    await asyncio.to_thread(load_apis)
+    if _LAST not in sys.modules:  # not on the event loop, which other episodes share
+        await asyncio.to_thread(load_apis)
     body = body_of(content)
     ROUTES[path.removeprefix("/inference/v1")].check(body)
     return await route(session, body, Repeats.of(headers))
@@ -118,7 +118,9 @@ async def _completions(session: Session, body: dict[str, Any], repeats: Repeats)
     from areal.agents import openai_text as api
 
     model, tokenizer = session.model.name, session.model.tokenizer
-    request = api.read_text_request(body, tokenizer)
+    texts = [body["prompt"]] if isinstance(body.get("prompt"), str) else []
+    await session.refuse_longer(texts)
+    request = await apart(sum(map(len, texts)), api.read_text_request, body, tokenizer)
     if get(body, "stream", bool):
         return await streamed(
             lambda on_delta: session.complete(**request, repeats=repeats, on_delta=on_delta),
@@ -167,6 +169,7 @@ async def _responses(session: Session, body: dict[str, Any], repeats: Repeats) -
             known = body["previous_response_id"]
             raise NotFound(f"previous_response_id {known!r}: it was not stored, or has no answer")
     request = api.read_request(body, extends, before)
+    api.check_repeated(body, session.model.tokenizer)
 
     def writer(first: int) -> api.Writer:
         known = _id(api.KIND, session, first)
@@ -231,4 +234,4 @@ def _json(
     body: Mapping[str, Any], session: Session | None = None, answers: Sequence[Answer] = ()
 ) -> Reply:
     sent = None if session is None else delivery(session, answers)
-    return Reply(200, orjson.dumps(body), sent=sent)
+    return Reply(200, dumps(body), sent=sent)

@@ -23,16 +23,33 @@ from areal.agents.chat import (
 )
 from areal.agents.headers import Repeats
 from areal.agents.partial import AnswerDelta, OnDelta, PartialAnswer, opens_reasoning
-from areal.errors import ArealError, CapacityExceeded, Unavailable, WaitTimeout
+from areal.chassis.logging import get_logger
+from areal.errors import (
+    ArealError,
+    CapacityExceeded,
+    InvalidInput,
+    PromptTooLong,
+    Unavailable,
+    WaitTimeout,
+)
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal.workflows.large_text import apart, size_of, strings, texts_shown
 from areal.workflows.rendering import ChatRenderer, Message
 
+OnBug = Callable[[Exception], None]
+"""Told of an exception that no one expected."""
+_CHARS_PER_TOKEN = 4
 Generate = Callable[[LLMRequest], Awaitable[list[LLMResponse]]]
 """Answers a prompt `gconfig.n_samples` times."""
 
 
 _ONCE = Repeats()
+
+
+def report_bug(error: Exception) -> None:
+    """Logs an unexpected exception with its traceback."""
+    get_logger("areal.agents").error("agent_call_failed", exc_info=error)
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,10 @@ class Model:
     renderer: ChatRenderer
     gconfig: GenerationHyperparameters
     """How to sample, whatever agents ask for: training assumes it. `n_samples` is theirs."""
+    context_length: int | None = None
+    """The most tokens of prompt and answer; None: what the tokenizer says, if it says anything."""
+    on_bug: OnBug = report_bug
+    """Told of exceptions that the agent sees as an error with status 500."""
 
 
 class Session:
@@ -57,6 +78,11 @@ class Session:
         self.calls = calls
         self.failure: ArealError | None = None
         """Why the model did not answer the latest call, where that was no fault of the agent's."""
+
+    def bug(self, error: Exception) -> None:
+        """Notes an unexpected exception: the agent is not charged with it."""
+        self.model.on_bug(error)
+        self.failure = Unavailable(f"a model call failed: {type(error).__name__}: {error}")
 
     async def chat(
         self,
@@ -76,11 +102,14 @@ class Session:
             InvalidInput: The chat template refuses the messages, or they leave no room.
             Unavailable: No server could answer. The other errors of `agenerate` are raised, too.
         """
-        history = History.of(request.messages, request.tools, request.variables)
+        rest = _size_of_rest(request)
+        size = size_of(request.messages) + rest
+        await self.refuse_longer([*texts_shown(request.messages), request.begun])
+        history = await apart(size, History.of, request.messages, request.tools, request.variables)
         renderer = self.model.renderer
         if request.variables:
             renderer = renderer.with_variables(request.variables)
-        prompt, extended, old = await self._prompt(request, history, renderer)
+        prompt, extended, old = await self._prompt(request, history, renderer, rest)
         limit = request.max_new_tokens
         offered = request.tools if request.may_call and request.tools else []
         opened = opens_reasoning(prompt, self.model.tokenizer, request.begun)
@@ -106,19 +135,14 @@ class Session:
         first, responses = await self._sample(prompt, partials, limit, repeats, on_delta, grammar)
         answers = []
         for number, whole in enumerate(responses, first):
-            response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
-            reply = self.model.renderer.parse(response.output_tokens)
-            if len(reply.tool_calls) > 1 and not request.parallel:
-                response, _ = cut_at_stop(response, [END_OF_CALL], self.model.tokenizer)
-                reply = self.model.renderer.parse(response.output_tokens)
-            answer = read_answer(
+            answer, text = await apart(
+                _CHARS_PER_TOKEN * len(whole.output_tokens),
+                self._read,
                 number,
-                response,
-                reply,
+                whole,
+                request,
                 offered=bool(offered),
                 opened=opened,
-                stopped_by=stopped_by,
-                begun=begun,
             )
             partial = partials[number - first]
             answer = replace(answer, streamed=(partial.reasoning, partial.content))
@@ -127,9 +151,53 @@ class Session:
             if request.keep:
                 new = [*request.messages[max(old, request.lead) :], answer.message]
                 kept = Kept(extended, request.lead, new).write()
-            await self.calls.record(number, response, reply.text, turns, kept)
+            await self.calls.record(number, answer.response, text, turns, kept)
             answers.append(answer)
         return answers
+
+    def _read(
+        self, number: int, whole: LLMResponse, request: ChatRequest, *, offered: bool, opened: bool
+    ) -> tuple[Answer, str]:
+        """What an agent reads of an answer, and the answer's text; never raises."""
+        response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
+        reply = self.model.renderer.parse(response.output_tokens)
+        if len(reply.tool_calls) > 1 and not request.parallel:
+            response, _ = cut_at_stop(response, [END_OF_CALL], self.model.tokenizer)
+            reply = self.model.renderer.parse(response.output_tokens)
+        answer = read_answer(
+            number,
+            response,
+            reply,
+            offered=offered,
+            opened=opened,
+            stopped_by=stopped_by,
+            begun=bool(request.begun),
+        )
+        return answer, reply.text
+
+    async def refuse_longer(self, texts: Sequence[str]) -> None:
+        """Refuses texts that cannot fit, before a template or a digest is made of them.
+
+        Raises:
+            PromptTooLong: They are too long.
+        """
+        tokenizer = self.model.tokenizer
+        if (most := self.model.context_length or tokenizer.longest) is not None:
+            await apart(sum(map(len, texts)), tokenizer.refuse_longer, texts, most)
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        """Refuses ids before they are recorded: the ledger has no place for others."""
+        tokenizer = self.model.tokenizer
+        if prompt and not 0 <= min(prompt) <= max(prompt) < tokenizer.vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < tokenizer.vocab_size)
+            raise InvalidInput(f"token id {bad}: expected 0 to {tokenizer.vocab_size - 1}")
+        most = self.model.context_length or tokenizer.longest
+        if most is not None and len(prompt) >= most:
+            raise PromptTooLong(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {most}",
+                tokens=len(prompt),
+                limit=most,
+            )
 
     async def conversation(self, number: int) -> list[Message]:
         """Returns the messages up to and including an answer; empty if they were not kept."""
@@ -178,7 +246,7 @@ class Session:
             response, stopped_by = cut_at_stop(whole, stop, self.model.tokenizer)
             text = self.model.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             await self.calls.record(number, response, text, ())
-            shown = text[: text.index(stopped_by)] if stopped_by else text
+            shown = text.partition(stopped_by)[0] if stopped_by else text
             streamed = "", partials[number - first].content
             answers.append(
                 Answer(number, response, shown, stopped_by=stopped_by, streamed=streamed)
@@ -195,6 +263,7 @@ class Session:
         grammar: str = "",
     ) -> tuple[int, list[LLMResponse]]:
         """Returns the number of the first answer, and all answers, one for each of `partials`."""
+        self._check(prompt)
         n = len(partials)
         limit = self.model.gconfig.max_new_tokens
         limit = min(limit, max_new_tokens or limit)
@@ -230,9 +299,12 @@ class Session:
         return first, responses
 
     async def _prompt(
-        self, request: ChatRequest, history: History, renderer: ChatRenderer
+        self, request: ChatRequest, history: History, renderer: ChatRenderer, rest: int
     ) -> tuple[list[int], int | None, int]:
-        """The prompt's ids, which kept answer it extends, and how many messages that ends."""
+        """The prompt's ids, which kept answer it extends, and how many messages that ends.
+
+        `rest` is that of `_size_of_rest`.
+        """
         messages = request.messages
         # Only what an answer ended can be extended, and only by what the model has not said.
         said = [i for i, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
@@ -241,10 +313,25 @@ class Session:
             number = await self.calls.find(history.turns[old - 1], request.extends)
             if number is not None:
                 whole = await self.calls.whole(number)
-                whole += renderer.bridge(whole, messages[old:], request.tools, request.begun)
+                new = messages[old:]
+                whole += await apart(
+                    rest + size_of(new), renderer.bridge, whole, new, request.tools, request.begun
+                )
                 content = await self.calls.kept(number) if request.keep else ""
                 if content and Kept.read(content).lead == request.lead:
                     return whole, number, old
                 return whole, None, 0
-        rendered = renderer.render(messages, request.tools, begun=request.begun)
+        rendered = await apart(
+            rest + size_of(messages),
+            renderer.render,
+            messages,
+            request.tools,
+            begun=request.begun,
+        )
         return rendered, None, 0
+
+
+def _size_of_rest(request: ChatRequest) -> int:
+    """About how many characters a request has besides its messages."""
+    values = request.tools, request.variables, request.begun
+    return sum(map(len, strings(values)))

@@ -146,7 +146,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self, error: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]
     ) -> tuple[grpc.StatusCode, str]:
         """Status and message for the client; one log line."""
-        message = str(error).encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
+        message = (
+            str(error)
+            .encode(errors="backslashreplace")[:_MAX_MESSAGE_BYTES]
+            .decode(errors="ignore")
+        )
         if isinstance(error, errors.ArealError):
             code = STATUS_OF.get(type(error), grpc.StatusCode.UNKNOWN)
             metadata = [(ERROR_KEY, type(error).__name__)]

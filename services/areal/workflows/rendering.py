@@ -15,29 +15,18 @@ MiniMax drop their reasoning) cannot change what was sampled.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
+from areal.workflows.large_text import texts_shown
+from areal.workflows.tool_text import ToolCall, read_calls
 
 Message = dict[str, Any]
 """{"role": "user", "content": "…"}, with what the chat template knows besides ("tool_call_id")."""
-
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_GLM_CALL = re.compile(r"<tool_call>\s*([\w.-]+)\s*((?:<arg_key>.*?)?)</tool_call>", re.DOTALL)
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A function that the model asks for."""
-
-    name: str
-    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,6 +70,7 @@ class ChatRenderer(Protocol):
 
         Raises:
             InvalidInput: The chat format has no place for these messages.
+            PromptTooLong: They cannot fit the model's context.
         """
         ...
 
@@ -102,6 +92,7 @@ class ChatRenderer(Protocol):
 
         Raises:
             InvalidInput: They cannot be appended without changing what came before.
+            PromptTooLong: They cannot fit the model's context.
         """
         ...
 
@@ -140,9 +131,9 @@ class TemplateRenderer:
         begun: str = "",
     ) -> list[int]:
         """See `ChatRenderer`."""
+        self._refuse_longer(messages, begun)
         if begun:
-            marker = _marker([*messages, *(tools or ())])
-            text = self._opened(messages, marker, tools) + begun
+            text = self._opened(messages, _marker(), tools) + begun
             return self._tokenizer.encode(text, add_special_tokens=False)
         return self._tokenizer.apply_chat_template(
             messages,
@@ -159,6 +150,7 @@ class TemplateRenderer:
         begun: str = "",
     ) -> list[int]:
         """See `ChatRenderer`. Costs two to four renders of the new messages alone."""
+        self._refuse_longer(messages, begun)
         close, following = self._after_answer(messages, tools, begun)
         ids = self._tokenizer.encode(following, add_special_tokens=False)
         last = history[-1] if history else None
@@ -176,7 +168,12 @@ class TemplateRenderer:
     def parse(self, ids: Sequence[int]) -> Reply:
         """See `ChatRenderer`; knows the tool calls of Qwen, Hermes, Llama 3 and GLM."""
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return Reply(text, tuple(_tool_calls(text)))
+        return Reply(text, read_calls(text))
+
+    def _refuse_longer(self, messages: Sequence[Message], begun: str) -> None:
+        """Before the template and the tokenizer work on messages that cannot fit."""
+        if (most := self._tokenizer.longest) is not None:
+            self._tokenizer.refuse_longer([*texts_shown(messages), begun], most)
 
     def _after_answer(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, begun: str
@@ -185,7 +182,7 @@ class TemplateRenderer:
 
         A tool's result follows an answer with a call in it, where the template can show that.
         """
-        marker = _marker([*messages, *(tools or ())])
+        marker = _marker()
         question: Message = {"role": "user", "content": "?"}
         answer: Message = {"role": "assistant", "content": marker}
         if self._close is None:
@@ -213,7 +210,7 @@ class TemplateRenderer:
     ) -> str:
         """The text after the marker, with every message in it."""
         if begun:
-            mark = _marker([*before, *messages, *(tools or ())])
+            mark = _marker()
             opened = self._opened([*before, *messages], mark, tools)
             text = opened.rpartition(marker)[2] + begun
         else:
@@ -267,43 +264,12 @@ class TemplateRenderer:
         return tail
 
 
-def _marker(messages: Sequence[Message]) -> str:
-    """A text that none of them has."""
-    known, marker = str(list(messages)), "AREAL-ANSWER"
-    while marker in known:
-        marker += "-X"
-    return marker
+def _marker() -> str:
+    """A text that no message has."""
+    return f"AREAL-ANSWER-{uuid.uuid4().hex}"
 
 
 def _call_of(message: Message) -> Message:
     """The call that a tool's result answers."""
     function: Message = {"name": message.get("name") or "tool", "arguments": {}}
     return {"id": message.get("tool_call_id", ""), "type": "function", "function": function}
-
-
-def _tool_calls(text: str) -> Iterator[ToolCall]:
-    """`<tool_call>{"name", "arguments"}</tool_call>`, or a whole text of {"name", "parameters"}.
-
-    GLM's: `<tool_call>name`, then `<arg_key>…</arg_key>` and `<arg_value>…</arg_value>` of each.
-    """
-    for name, arguments in _GLM_CALL.findall(text):
-        if not _GLM_ARGUMENT.sub("", arguments).strip():
-            yield ToolCall(name, {k: _value(v) for k, v in _GLM_ARGUMENT.findall(arguments)})
-    for source in _TOOL_CALL.findall(text) or [text.strip()]:
-        try:
-            call = json.loads(source)
-        except ValueError:
-            continue
-        if not isinstance(call, dict):
-            continue
-        arguments = call.get("arguments", call.get("parameters"))
-        if isinstance(call.get("name"), str) and isinstance(arguments, dict):
-            yield ToolCall(call["name"], arguments)
-
-
-def _value(text: str) -> Any:
-    """GLM writes strings as they are, and all else as JSON."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -12,12 +13,12 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from areal.chassis.waits import Waits
-from areal.errors import CapacityExceeded, Unavailable
+from areal.errors import CapacityExceeded, LeaseLost, Unavailable
 from areal.security import Security
 from areal.types import Purpose, Task
 from areal.v1.buffer_service_pb2 import OpenSessionResponse, SessionDelivered, UpdateSessionRequest
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
-from areal_gateway.app import build_app
+from areal_gateway.app import Json, build_app
 from areal_gateway.config import GatewayConfig
 from areal_gateway.login import Sessions
 from areal_gateway.metrics import GatewayMetrics
@@ -70,21 +71,21 @@ class Worker:
         yield CallSessionResponse(body=b"data: 2\n\n")
 
 
-def app_of(ledger: Ledger, worker: Worker) -> FastAPI:
+def app_of(ledger: Ledger, worker: Worker, **limits: int) -> FastAPI:
     return build_app(
         RunStatus({}, history=10, max_rows=10),
         worker,  # type: ignore[arg-type]
         None,
         GatewayMetrics(CollectorRegistry()),
         Waits(),
-        GatewayConfig(generation_s=50.0),
+        GatewayConfig(generation_s=50.0, **limits),
         Sessions(Security(token="secret"), "a/b"),
         ledger,  # type: ignore[arg-type]
     )
 
 
-def at_gateway(ledger: Ledger, worker: Worker) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app_of(ledger, worker))
+def at_gateway(ledger: Ledger, worker: Worker, **limits: int) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app_of(ledger, worker, **limits))
     return httpx.AsyncClient(transport=transport, base_url="http://gate:8080")
 
 
@@ -153,8 +154,8 @@ async def test_answer_when_all_of_it_was_sent_then_its_receipt_is_stored_and_els
     await http.post("/sessions/s-0/v1/messages", content=b"{}")
     assert [update.delivered for update in ledger.updates] == [delivered]
     worker.breaks = True
-    with pytest.raises(RuntimeError):  # so the connection is closed
-        await http.post("/sessions/s-0/v1/messages", content=b"{}")
+    reply = await http.post("/sessions/s-0/v1/messages", content=b"{}")
+    assert reply.content.startswith(b"data: 1\n\nevent: error\n")
     assert len(ledger.updates) == 1
 
 
@@ -178,3 +179,101 @@ async def test_call_when_it_has_no_token_of_the_gateway_then_passed_on_with_its_
     assert (passed.content, wait_s) == (b"{}", 100.0)
     await http.get("/sessions/s-0")
     assert (worker.calls[1][0].method, worker.calls[1][0].path) == ("GET", "")
+
+
+class Failing(Worker):
+    """Fails before its answer, or in the middle of it."""
+
+    def __init__(self, error: Exception, after: int) -> None:
+        super().__init__()
+        self.error, self.after = error, after
+
+    async def call_session(
+        self, request: CallSessionRequest, *, wait_s: float
+    ) -> AsyncGenerator[CallSessionResponse]:
+        for _ in range(self.after):
+            yield CallSessionResponse(status=200, body=b"data: 1\n\n", stream=True)
+        raise self.error
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "completions", "responses", "messages"])
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (Unavailable("the worker is away"), 503, "overloaded_error"),
+        (CapacityExceeded("full; try again in 1.5 s"), 429, "rate_limit_error"),
+        (LeaseLost("it has ended"), 410, "session_ended"),
+        (ZeroDivisionError("secret"), 500, ""),
+    ],
+)
+async def test_call_when_it_fails_at_the_gateway_then_the_format_is_that_of_the_api(
+    api, error, status, kind
+):
+    transport = httpx.ASGITransport(app_of(Ledger(), Failing(error, 0)), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gate") as http:
+        reply = await http.post(f"/sessions/s-0/v1/{api}", content=b"{}")
+    assert reply.status_code == status
+    body = reply.json()
+    expected = kind or ("api_error" if api == "messages" else "server_error")
+    assert body["error"]["type"] == expected
+    assert "secret" not in reply.text
+    assert (body.get("type") == "error") == (api == "messages")
+    assert reply.headers.get("Retry-After") == ("2" if status == 429 else None)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("api", ["chat/completions", "responses", "messages", "messages/x", ""])
+async def test_call_when_its_body_is_too_long_then_413_in_the_format_of_the_api(api, declared):
+    async def pieces() -> AsyncGenerator[bytes]:
+        for _ in range(4):
+            yield b"x" * 1000
+
+    path = f"/sessions/s-0/v1/{api}" if api else "/v1/tasks"
+    async with at_gateway(Ledger(), worker := Worker(), max_body_bytes=3000) as http:
+        content = b"x" * 4000 if declared else pieces()
+        json_ = {**OURS, "Content-Type": "application/json"}
+        reply = await http.post(path, content=content, headers=json_)
+        assert (await http.post(path, content=b"x" * 3000, headers=json_)).status_code != 413
+    assert reply.status_code == 413
+    error = reply.json()["error"]
+    if api:
+        assert error["type"] == "request_too_large"
+        assert (reply.json().get("type") == "error") == api.startswith("messages")
+        error = error["message"]
+    assert "body: expected at most 3000 bytes" in error
+    assert len(worker.calls) == bool(api)
+
+
+@pytest.mark.parametrize(("api", "named"), [("chat/completions", False), ("messages", True)])
+@pytest.mark.parametrize("error", [Unavailable("away"), ZeroDivisionError("secret")])
+async def test_stream_when_it_breaks_then_its_last_event_is_the_error(api, named, error):
+    async with at_gateway(Ledger(), Failing(error, 1)) as http:
+        reply = await http.post(f"/sessions/s-0/v1/{api}", content=b"{}")
+    first, last = reply.text.strip().split("\n\n")
+    assert first == "data: 1"
+    assert last.startswith("event: error\ndata: " if named else "data: ")
+    assert "error" in json.loads(last.partition("data: ")[2])
+    assert "secret" not in last
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b'{"task": {"a": 123456789012345678901234567890}}', 200),
+        (b'{"task": {"a": "\\ud800"}}', 400),
+        (b'{"task": {"\\ud800": 1}}', 400),
+        (b'{"\\ud800": 1}', 400),
+        (b'{"task": {"a": ' + b"[" * 300 + b"]" * 300 + b"}}", 400),
+        (b'{"task": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}", 400),
+    ],
+)
+async def test_open_when_the_task_has_unusual_json_then_kept_or_refused(gateway, content, status):
+    http, ledger, _ = gateway
+    headers = {**OURS, "Content-Type": "application/json"}
+    reply = await http.post("/v1/sessions", content=content, headers=headers)
+    assert reply.status_code == status, reply.text
+    assert len(ledger.opened) == (status == 200)
+
+
+def test_answer_when_it_has_a_long_integer_then_it_is_written_digit_for_digit():
+    assert Json({"a": 3**90}).body == b'{"a":%d}' % 3**90
