@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup gpu-kit demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models signatures lock manifests e2e-kubernetes verify bench scale soak learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-agents-sdk test-verifiers test-liger test-transformers images e2e-compose clean
+.PHONY: help setup gpu-kit demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models signatures lock manifests e2e-kubernetes verify bench scale soak learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-clients test-agents-sdk test-verifiers test-liger test-transformers images e2e-compose clean
 
 ##@ Start
 
@@ -120,6 +120,13 @@ test-harness: $(STAMP) sglang ## Test mini-swe-agent, Claude Code and Codex, unm
 	.venv-harness/bin/uv pip install -q --python .venv-harness/bin/python mini-swe-agent==2.4.6 'litellm[proxy]==1.106.2' mcp==2.3.0
 	npm install --silent --no-audit --no-fund --prefix .venv-harness @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
 	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
+
+test-clients: $(STAMP) ## Test LangChain, LiteLLM, AI SDK and others, thirteen clients, unmodified, as agents (downloads them into .venv-clients)
+	$(BIN)/python -m venv .venv-clients
+	.venv-clients/bin/pip install -q uv==0.13.9
+	.venv-clients/bin/uv pip install -q --python .venv-clients/bin/python openai==3.57.0 anthropic==2.14.0 langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2 'pydantic-ai-slim[openai]==2.38.0' 'smolagents[openai]==1.26.0' dspy==3.4.1 openai-agents==0.24.0 inspect-ai==0.3.285
+	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv-clients openai@6.49.0 ai@6.0.326 @ai-sdk/openai@3.0 zod@4; fi
+	AREAL_TEST_CLIENTS=$(CURDIR)/.venv-clients $(BIN)/python -m pytest -q tests/integration/test_client_suite.py $(ARGS)
 
 test-agents-sdk: $(STAMP) ## Test OpenAI's Agents SDK, unmodified, as an agent (downloads it into build/agents-sdk)
 	$(BIN)/python -m venv .venv-agents-sdk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -110,6 +111,8 @@ class Hops:
         self.store = SessionStore(book.redis, config, MemoryGauge(EMPTY), Waits())
         self.sampler, self.groups = Sampler(letters, self.sent), Groups(book)
         self.id = ""
+        self.dropped: list[int] = []
+        """What workers report of each attempt that they made trajectories of."""
 
     async def open(self, task_id: str, idle_ms: int = 60_000, attempts: int = 1) -> None:
         digests = [hashlib.sha256(KEY.encode()).hexdigest()] * attempts
@@ -121,15 +124,22 @@ class Hops:
         config = RolloutConfig(worker_id="w", capacity=8, gconfig=gconfig)
         buffer: Any = CountedBuffer(self.store, self.sent)
         groups: Any = self.groups
-        sessions = Sessions(buffer, groups, config)
+        observer: Any = SimpleNamespace(dropped_answers=self.dropped.append)
+        sessions = Sessions(buffer, groups, config, observer)
         generation: Any = self.sampler
         sessions.start(generation, byte_tokenizer())
         return sessions
 
     async def reply(
-        self, worker: Sessions, path: str, body: Any = None, method: str = "POST", retry: int = 0
+        self,
+        worker: Sessions,
+        path: str,
+        body: Any = None,
+        method: str = "POST",
+        retry: int = 0,
+        **more: str,
     ) -> Reply:
-        headers = {"Authorization": f"Bearer {KEY}", "x-stainless-retry-count": str(retry)}
+        headers = {"Authorization": f"Bearer {KEY}", "x-stainless-retry-count": str(retry), **more}
         content = b"" if body is None else orjson.dumps(body)
         return await worker.serve(self.id, method, path, headers, content)
 

@@ -2,7 +2,8 @@
 
     ArealError
     ├── InvalidInput          the caller sent something wrong: names field, value, expectation
-    │   └── ConfigError       the same in a configuration file or override
+    │   ├── ConfigError       the same in a configuration file or override
+    │   └── PromptTooLong     a prompt leaves no room for an answer in the model's context
     ├── CannotStart           valid, but impossible here: names what is missing or in the way
     ├── NotFound              no such task, recipe, server, version
     ├── Unauthenticated       no bearer token, or a wrong one
@@ -41,6 +42,20 @@ class InvalidInput(ArealError):
 
 class ConfigError(InvalidInput):
     """A configuration key or value is wrong; the message says which one and what was expected."""
+
+
+class PromptTooLong(InvalidInput):
+    """A prompt leaves no room for an answer in the model's context.
+
+    Attributes:
+        tokens: Length of the prompt, in tokens; a lower bound where its texts show that it is too
+            long, and are not all encoded.
+        limit: Length of the model's context, in tokens.
+    """
+
+    def __init__(self, message: str, *, tokens: int = 0, limit: int = 0) -> None:
+        super().__init__(message)
+        self.tokens, self.limit = tokens, limit
 
 
 class CannotStart(ArealError):

@@ -30,7 +30,7 @@ MAX_ANSWERS = 128
 _MIN_IDLE_MS, _MAX_IDLE_MS = 100, 7 * 24 * 3600 * 1000
 _FIELDS = ("sessions", "keys", "token", "floor", "idle", "silent")
 # Of a call. Of several answers to one prompt the first has it.
-_PARTS = (b"prompt", b"answer", b"reward")
+_PARTS = (b"prompt", b"answer", b"reward", b"delivered")
 _Calls = dict[bytes, bytes]
 _MOST_KNOWN = 100_000
 _MAX_SALT_BYTES = 64
@@ -79,6 +79,9 @@ class SessionStore:
                 reward = request.reward
                 number = reward.number if reward.HasField("number") else ""
                 change = ["reward", number, _reward_to_text(reward.value, reward.parts)]
+            case "delivered":
+                delivered = request.delivered
+                change = ["delivered", delivered.call_id, *delivered.numbers]
             case _:
                 change = ["end"]
         lease = request.lease
@@ -114,10 +117,12 @@ class SessionStore:
             response.outcome_parts.update(parts)
         had = known.calls if known is not None and rest is not None else 0
         for number in range(int(calls.get(b"calls", 0))):
-            prompt, answer, reward = (calls.get(b"%d:%s" % (number, part)) for part in _PARTS)
+            prompt, answer, reward, delivered = (
+                calls.get(b"%d:%s" % (number, part)) for part in _PARTS
+            )
             if number < had and answer is None and reward is None:
                 continue
-            call = response.calls.add(number=number)
+            call = response.calls.add(number=number, delivered=delivered is not None)
             if prompt is not None:
                 call.prompt.ParseFromString(prompt)
             if answer is not None:
@@ -231,21 +236,35 @@ def check_update(request: pb.UpdateSessionRequest) -> pb.UpdateSessionRequest:
             if len(sizes) > 1:
                 raise InvalidInput("record.answer: expected as many logprobs and versions as ids")
         case "reward":
-            check.check_number(request.reward.number, "reward.number", 0)
-            if not math.isfinite(request.reward.value):
-                raise InvalidInput(f"reward.value {request.reward.value}: expected a finite number")
-            if len(request.reward.parts) > _MAX_PARTS:
-                raise InvalidInput(
-                    f"reward.parts: got {len(request.reward.parts)}, expected at most {_MAX_PARTS}"
-                )
-            for name, value in request.reward.parts.items():
-                if len(name) > _MAX_PART_CHARS:
-                    raise InvalidInput(
-                        f"reward.parts {name[:_MAX_PART_CHARS]!r}: got {len(name)} characters, "
-                        f"expected at most {_MAX_PART_CHARS}"
-                    )
-                if not math.isfinite(value):
-                    raise InvalidInput(f"reward.parts {name} {value}: expected a finite number")
+            _check_reward(request.reward)
+        case "delivered":
+            _check_delivered(request.delivered)
         case None:
-            raise InvalidInput("change: expected begin, record, reward or end")
+            raise InvalidInput("change: expected begin, record, reward, delivered or end")
     return request
+
+
+def _check_reward(reward: pb.SessionReward) -> None:
+    check.check_number(reward.number, "reward.number", 0)
+    if not math.isfinite(reward.value):
+        raise InvalidInput(f"reward.value {reward.value}: expected a finite number")
+    if len(reward.parts) > _MAX_PARTS:
+        raise InvalidInput(f"reward.parts: got {len(reward.parts)}, expected at most {_MAX_PARTS}")
+    for name, value in reward.parts.items():
+        if len(name) > _MAX_PART_CHARS:
+            raise InvalidInput(
+                f"reward.parts {name[:_MAX_PART_CHARS]!r}: got {len(name)} characters, "
+                f"expected at most {_MAX_PART_CHARS}"
+            )
+        if not math.isfinite(value):
+            raise InvalidInput(f"reward.parts {name} {value}: expected a finite number")
+
+
+def _check_delivered(delivered: pb.SessionDelivered) -> None:
+    check.check_task_id(delivered.call_id, "delivered.call_id")
+    if not 1 <= len(delivered.numbers) <= MAX_ANSWERS:
+        raise InvalidInput(
+            f"delivered.numbers: got {len(delivered.numbers)}, expected 1 to {MAX_ANSWERS}"
+        )
+    for number in delivered.numbers:
+        check.check_number(number, "delivered.numbers", 0)

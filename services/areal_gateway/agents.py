@@ -15,25 +15,27 @@ import hmac
 import secrets
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Literal
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.background import BackgroundTask
 
+from areal.agents import headers
+from areal.agents.replies import failure, frame, is_anthropic, refused
+from areal.chassis.logging import get_logger
 from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.rollout import RolloutClient
-from areal.errors import InvalidInput, Unavailable
+from areal.errors import ArealError, InvalidInput, Unavailable
+from areal.tokenizer.json_text import dumps
 from areal.types import Purpose, Task, WorkflowSpec
+from areal.v1.buffer_service_pb2 import UpdateSessionRequest
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
 from areal_gateway.config import GatewayConfig
 from areal_gateway.rest import JsonObject
 from areal_gateway.session_bodies import SessionBodies
-
-# What a worker reads of a request.
-_HEADERS = ("authorization", "x-api-key", "x-stainless-retry-count")
 
 
 async def _unless_gone(
@@ -58,6 +60,45 @@ async def _unless_gone(
         raise
     finally:
         gone.cancel()
+
+
+class _PassedOn:
+    """A streamed answer on its way to the agent."""
+
+    def __init__(self, replies: AsyncGenerator[CallSessionResponse], path: str) -> None:
+        self._replies, self._path = replies, path
+        self.whole = False
+        """All of it was passed on."""
+
+    async def parts(self, first: bytes) -> AsyncGenerator[bytes]:
+        """The body; a failure ends it with an event that says so."""
+        async with aclosing(self._replies):
+            yield first
+            try:
+                async for more in self._replies:
+                    yield more.body
+                self.whole = True
+            except Exception as error:
+                if not isinstance(error, ArealError):
+                    get_logger("areal.gateway").error("agent_stream_failed", exc_info=error)
+                named, anthropic = self._path.endswith("/responses"), is_anthropic(self._path)
+                typed = named or anthropic
+                yield frame(failure(error, typed=typed, anthropic=anthropic)[1], typed)
+
+
+def agent_error(request: Request, error: Exception, status: int | None = None) -> Response | None:
+    """Answers a session's agent with an error, in the format of the API that it calls.
+
+    Args:
+        request: The request; None is returned for one that is not of a session's agent.
+        error: What went wrong.
+        status: Its status, where that is known; else the one of the error's class.
+    """
+    path = request.url.path
+    if not path.startswith("/sessions/"):
+        return None
+    reply = refused(error, path, status)
+    return Response(reply.body, reply.status, dict(reply.headers), "application/json")
 
 
 def _api_keys(salt: bytes, given: str, n: int) -> list[str]:
@@ -132,7 +173,7 @@ def add_agents(
             "ttl_s": idle_s,
             "sessions": opened,
         }
-        return Response(orjson.dumps(answer), media_type="application/json")
+        return Response(dumps(answer), media_type="application/json")
 
     async def call(session_id: str, request: Request, path: str = "") -> Response:
         """A request of the session's agent, which has the session's own key."""
@@ -144,26 +185,30 @@ def add_agents(
                 method=request.method,
                 path=f"/{path}" if path else "",
                 headers={
-                    name: request.headers[name] for name in _HEADERS if name in request.headers
+                    name: request.headers[name] for name in headers.READ if name in request.headers
                 },
                 content=body or b"",
             )
             replies = rollout.call_session(passed, wait_s=2 * config.generation_s)
-            reply = await _unless_gone(request, replies)
-        headers = dict(reply.headers)
-        if body is None:
-            headers["Connection"] = "close"  # what it still sends is not read
+            # Without its body, a request is refused at once, and nothing more of it is read.
+            reply = await (anext(replies) if body is None else _unless_gone(request, replies))
+        kind = "text/event-stream" if reply.stream else "application/json"
+        more = dict(reply.headers) | ({"Connection": "close"} if body is None else {})
+        passed_on = _PassedOn(replies, path)
+
+        async def sent() -> None:
+            if passed_on.whole and reply.receipt and sessions is not None:
+                # Without this record the answer counts as lost if the client asks again.
+                with suppress(ArealError):
+                    await sessions.update(UpdateSessionRequest.FromString(reply.receipt))
+
+        after = BackgroundTask(sent)
         if not reply.stream:
             await replies.aclose()
-            return Response(reply.body, reply.status, headers, "application/json")
-
-        async def parts() -> AsyncGenerator[bytes]:
-            async with aclosing(replies):
-                yield reply.body
-                async for more in replies:
-                    yield more.body
-
-        return StreamingResponse(parts(), reply.status, headers, "text/event-stream")
+            passed_on.whole = True
+            return Response(reply.body, reply.status, more, kind, after)
+        parts = passed_on.parts(reply.body)
+        return StreamingResponse(parts, reply.status, more, kind, after)
 
     for path in ("/sessions/{session_id}", "/sessions/{session_id}/{path:path}"):
         app.add_api_route(path, call, methods=["GET", "POST"], include_in_schema=False)

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
@@ -30,7 +29,9 @@ from areal.errors import (
     Unavailable,
     WaitTimeout,
 )
-from areal_gateway.agents import add_agents
+from areal.tokenizer.json_text import dumps
+from areal_gateway.agents import add_agents, agent_error
+from areal_gateway.body_limit import BodyLimit
 from areal_gateway.config import GatewayConfig
 from areal_gateway.login import DashboardAuth, Sessions, log_in
 from areal_gateway.metrics import GatewayMetrics, RequestCount
@@ -50,12 +51,12 @@ _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
 
 
 class Json(Response):
-    """JSON by orjson."""
+    """JSON, with integers of any size."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return content if isinstance(content, bytes) else orjson.dumps(content)
+        return content if isinstance(content, bytes) else dumps(content)
 
 
 def build_app(
@@ -85,12 +86,12 @@ def build_app(
         summary="Tasks, trajectories and the state of a run.",
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
-        max_body_size=config.max_body_bytes,
         default_response_class=Json,
         telemetry={"tracing": False},  # it would begin a trace at every look at the dashboard
     )
     if sessions is not None:
         _add_login(app, sessions)
+    app.add_middleware(BodyLimit, limit=config.max_body_bytes)
     app.add_middleware(RequestCount, metrics=metrics, waits=waits)
     if tracing.enabled():
         app.add_middleware(TracedRequests)
@@ -109,7 +110,9 @@ def _add_errors(app: FastAPI) -> None:
         return Json({"error": explain(list(error.errors()), error.body)}, status_code=400)
 
     @app.exception_handler(ArealError)
-    async def refused(_: Request, error: ArealError) -> Json:
+    async def refused(request: Request, error: ArealError) -> Response:
+        if (answer := agent_error(request, error)) is not None:
+            return answer
         code = next((c for kind, c in _STATUS_OF.items() if isinstance(error, kind)), 502)
         headers = {}
         if isinstance(error, CapacityExceeded) and error.retry_after_s is not None:
@@ -117,15 +120,20 @@ def _add_errors(app: FastAPI) -> None:
         return Json({"error": str(error)}, status_code=code, headers=headers)
 
     @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Json:
+    async def broken(request: Request, error: Exception) -> Response:
+        if (answer := agent_error(request, error)) is not None:
+            return answer
         # A bug: the trace goes to the log, the client learns where to look.
         text = f"{request.method} {request.url.path}: {type(error).__name__}; see the gateway's log"
         return Json({"error": text}, status_code=500)
 
     @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> Json:
-        text = f"{request.method} {request.url.path}: {error.detail}"
-        return Json({"error": text}, status_code=error.status_code, headers=error.headers)
+    async def http(request: Request, error: HTTPException) -> Response:
+        said = InvalidInput(f"{request.method} {request.url.path}: {error.detail}")
+        if (answer := agent_error(request, said, error.status_code)) is not None:
+            answer.headers.update(error.headers or {})
+            return answer
+        return Json({"error": str(said)}, status_code=error.status_code, headers=error.headers)
 
 
 def _add_login(app: FastAPI, sessions: Sessions) -> None:

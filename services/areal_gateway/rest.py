@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from areal.protocol.leases import TaskRecord
 from areal.protocol.trajectories import MAX_TIME_TO_LIVE_S, TRAJECTORY_ARRAYS, parse_json_object
+from areal.tokenizer.json_text import dumps
 from areal.types import Purpose, Task, Trajectory, WorkflowSpec
 from areal.weights.manifest import MAX_POLICY_VERSION
 
@@ -17,9 +17,9 @@ MAX_TASKS = 10_000
 
 
 def _travels(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuses what Python's JSON reads and protobuf cannot carry."""
+    """Refuses what Python's JSON reads and no message can carry."""
     try:
-        orjson.dumps(value)
+        dumps(value)
     except TypeError as error:
         raise ValueError(str(error)) from None
     return value
@@ -81,6 +81,11 @@ class CancelIn(_Model):
 
 def explain(errors: list[Any], body: Any) -> str:
     """Returns the first validation error as one line that names task, field and value."""
+    # A field's name may be half of a surrogate pair, which no answer can carry.
+    return _explained(errors, body).encode("utf-8", "backslashreplace").decode()
+
+
+def _explained(errors: list[Any], body: Any) -> str:
     error = errors[0]
     location = list(error["loc"])
     if location and location[0] in {"body", "query", "path"}:
@@ -114,7 +119,7 @@ def task_from_model(model: TaskIn) -> Task:
         workflow=WorkflowSpec(
             name=model.workflow.name,
             recipe_digest=model.workflow.recipe_digest,
-            kwargs_json=orjson.dumps(model.workflow.kwargs).decode(),
+            kwargs_json=dumps(model.workflow.kwargs).decode(),
         ),
         data=model.data,
         time_to_live_s=model.time_to_live_s,

@@ -24,7 +24,8 @@ from contextlib import asynccontextmanager
 
 from fastapi import HTTPException, Request
 
-from areal.clients.buffer.sessions import BufferSessions, key_in, place_of
+from areal.agents.headers import api_key
+from areal.clients.buffer.sessions import BufferSessions, place_of
 from areal.errors import CapacityExceeded, NotFound
 from areal_gateway.config import GatewayConfig
 
@@ -113,7 +114,7 @@ class SessionBodies:
         if request.method == "GET":
             yield b""
             return
-        key = key_in(request.headers)
+        key = api_key(request.headers)
         if self._keys is not None and not await self._keys.admits(session_id, key):
             yield None
             return

@@ -66,6 +66,12 @@ class Observer(Protocol):
     def replayed(self, tokens: int) -> None:
         """Counts tokens that came from a journal."""
 
+    def dropped_answers(self, count: int) -> None:
+        """Counts answers of sessions that were not used, since their requests were repeated."""
+
+    def agent_call_bug(self) -> None:
+        """Counts an agent's call that failed with an unexpected exception."""
+
     def drifted(self) -> None:
         """Counts a lost episode: a later prompt did not begin with the tokens before it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 
+from areal.agents.headers import Repeats
 from areal.agents.tree import Call
 from areal.clients.buffer.sessions import BufferSessions
 from areal.errors import LeaseLost, NotFound, Unavailable
@@ -45,11 +46,14 @@ class LedgerCalls:
         self._cached, self._lost = cached, lost
         self._extended: tuple[int, list[int]] | None = None
         self._call_id = ""
+        self._begun: list[int] = []
 
-    async def begin(self, prompt: Sequence[int], n: int, *, retry: bool) -> int:
+    async def begin(self, prompt: Sequence[int], n: int, repeats: Repeats) -> int:
         """See `areal.agents.calls.CallStore`."""
         self._call_id = uuid.uuid4().hex
-        stored = pb.SessionPrompt(call_id=self._call_id, retry=retry)
+        stored = pb.SessionPrompt(
+            call_id=self._call_id, retry=repeats.retry, request_key=repeats.key
+        )
         ids = list(prompt)
         number, length = self._extends(ids)
         if number is not None:
@@ -60,10 +64,16 @@ class LedgerCalls:
         new = [pb.SessionCall(number=first, prompt=stored)]
         new += [pb.SessionCall(number=first + more) for more in range(1, n)]
         self._cached.add(new)
+        self._begun = [call.number for call in new]
         return first
 
     async def record(
-        self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
+        self,
+        number: int,
+        response: LLMResponse,
+        text: str,
+        turns: Sequence[str],
+        kept: str = "",
     ) -> None:
         """See `areal.agents.calls.CallStore`."""
         answer = pb.SessionAnswer(
@@ -72,7 +82,8 @@ class LedgerCalls:
             versions=response.output_versions,
             stop_reason=response.stop_reason,
             text=text,
-            turn=turn,
+            turn=turns[0] if turns else "",
+            turns_too=turns[1:],
             kept=kept,
             latency_s=response.latency_s,
             servers=response.servers,
@@ -86,7 +97,9 @@ class LedgerCalls:
     async def find(self, turn: str, prefer: int | None = None) -> int | None:
         """See `areal.agents.calls.CallStore`."""
         ended = [
-            c.number for c in self._cached.calls if c.HasField("answer") and c.answer.turn == turn
+            c.number
+            for c in self._cached.calls
+            if c.HasField("answer") and (c.answer.turn == turn or turn in c.answer.turns_too)
         ]
         return prefer if prefer in ended else ended[-1] if ended else None
 
@@ -102,7 +115,17 @@ class LedgerCalls:
         return calls[number].answer.kept if number < len(calls) else ""
 
     async def delivered(self, numbers: Sequence[int]) -> None:
-        """Does nothing: another process sends the answer."""
+        """Does nothing: the process that sends the answer also stores the `receipt`."""
+
+    @property
+    def receipt(self) -> bytes:
+        """An UpdateSessionRequest that records this request's answers as delivered, or nothing."""
+        if not self._begun:
+            return b""
+        delivered = pb.SessionDelivered(call_id=self._call_id, numbers=self._begun)
+        return pb.UpdateSessionRequest(
+            lease=self.found.lease, attempt=self._attempt, delivered=delivered
+        ).SerializeToString()
 
     async def reward(self, number: int | None, value: float) -> None:
         """See `areal.agents.calls.CallStore`."""
@@ -144,7 +167,8 @@ class LedgerCalls:
                     servers=list(call.answer.servers),
                 ),
                 retry=self._cached.prompt(call.number).retry,
-                delivered=False,
+                key=self._cached.prompt(call.number).request_key,
+                delivered=call.delivered,
                 reward=Score(call.reward, call.reward_parts) if call.HasField("reward") else None,
                 text=call.answer.text,
             )

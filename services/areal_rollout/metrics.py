@@ -67,6 +67,18 @@ class RolloutMetrics:
             "output; build prompts with areal.Conversation.",
             registry=registry,
         )
+        self._dropped = Counter(
+            "areal_rollout_dropped_answers",
+            "Answers of outside agents' sessions that are not trained on, because the client sent "
+            "their request again and no gateway had sent them completely.",
+            registry=registry,
+        )
+        self._bugs = Counter(
+            "areal_rollout_agent_call_bugs",
+            "Calls of outside agents answered with status 500: an unexpected exception, whose "
+            "traceback is in the log as agent_call_failed.",
+            registry=registry,
+        )
         self._busy = Counter(
             "areal_rollout_busy_seconds",
             "Time during which at least one episode was running.",
@@ -150,6 +162,14 @@ class RolloutMetrics:
     def drifted(self) -> None:
         """Counts a lost episode: a later prompt did not begin with the tokens before it."""
         self._drifted.inc()
+
+    def dropped_answers(self, count: int) -> None:
+        """Counts answers that were not used, since their requests were repeated."""
+        self._dropped.inc(count)
+
+    def agent_call_bug(self) -> None:
+        """Counts an agent's call that failed with an unexpected exception."""
+        self._bugs.inc()
 
     def request_done(self, seconds: float, tokens: int) -> None:
         """Counts a generation request that succeeded."""

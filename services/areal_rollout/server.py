@@ -43,7 +43,7 @@ class RolloutServer(Server):
         self._announcements = own(Announcements(config.nats, config.namespace, security.nats_token))
         self._metrics, self._table = RolloutMetrics(context.registry), ServerTable()
         self._workflows = WorkflowCache(BufferRecipes(buffer).get_recipe)
-        self._sessions = Sessions(BufferSessions(buffer), self._worker, config)
+        self._sessions = Sessions(BufferSessions(buffer), self._worker, config, self._metrics)
         self._service = RolloutService(BufferTasks(buffer), self._workflows.get, self._sessions)
         self._executor: Executor | None = None
 

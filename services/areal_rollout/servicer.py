@@ -106,7 +106,11 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             request.session_id, request.method, request.path, request.headers, request.content
         )
         yield pb.CallSessionResponse(
-            status=reply.status, body=reply.body, stream=reply.stream, headers=reply.headers
+            status=reply.status,
+            body=reply.body,
+            stream=reply.stream,
+            headers=reply.headers,
+            receipt=reply.receipt,
         )
         if reply.parts is not None:
             async with aclosing(reply.parts) as parts:

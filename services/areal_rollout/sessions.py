@@ -27,13 +27,14 @@ import hmac
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from areal.agents.fields import score
 from areal.agents.replies import Reply
 from areal.agents.routes import handle
-from areal.agents.session import Model, Session
-from areal.agents.tree import merge
+from areal.agents.session import Model, Session, report_bug
+from areal.agents.tree import Merged, merge
 from areal.clients.buffer.sessions import BufferSessions, place_of
 from areal.errors import (
     ArealError,
@@ -58,7 +59,7 @@ from areal.types import (
 from areal.v1 import buffer_service_pb2 as pb
 from areal.workflows.rendering import TemplateRenderer
 from areal_rollout.config import RolloutConfig
-from areal_rollout.interfaces import Buffer, Generation
+from areal_rollout.interfaces import Buffer, Generation, Observer
 from areal_rollout.ledger_calls import LedgerCalls
 from areal_rollout.results import Rejection, judge
 from areal_rollout.session_cache import CachedCalls, SessionCache
@@ -79,14 +80,23 @@ _WORKER = "session"
 class Sessions:
     """Answers the requests of all sessions; `start` it once there is a model."""
 
-    def __init__(self, sessions: BufferSessions, buffer: Buffer, config: RolloutConfig) -> None:
+    def __init__(
+        self,
+        sessions: BufferSessions,
+        buffer: Buffer,
+        config: RolloutConfig,
+        observer: Observer,
+    ) -> None:
         """Takes what it calls.
 
         Args:
             sessions: Where their calls are.
             buffer: Takes finished groups.
             config: Its `gconfig` is how to sample, whatever agents ask for: training assumes it.
+            observer: Receives how many answers are left out, since their requests were repeated,
+                and calls that failed with an unexpected exception.
         """
+        self._observer = observer
         self._sessions, self._buffer, self._config = sessions, buffer, config
         self._model: tuple[Generation, Tokenizer, TemplateRenderer] | None = None
         self._cache = SessionCache()
@@ -114,7 +124,12 @@ class Sessions:
             return {"id": session_id, "state": await self._end(calls, score(body))}
 
         more = {("GET", ""): state, ("POST", "/end"): end}
-        return await handle(find, method, path.rstrip("/"), headers, content, more)
+        reply = await handle(find, method, path.rstrip("/"), headers, content, more, self._bug)
+        return replace(reply, receipt=calls.receipt) if reply.status == 200 else reply
+
+    def _bug(self, error: Exception) -> None:
+        self._observer.agent_call_bug()
+        report_bug(error)
 
     async def _find(self, session_id: str, key: str) -> LedgerCalls:
         """What the ledger has of a session; raises Unauthenticated, NotFound."""
@@ -152,7 +167,15 @@ class Sessions:
                 renewing.cancel()
             return responses
 
-        return Model("areal", generate, tokenizer, renderer, self._config.gconfig)
+        return Model(
+            "areal",
+            generate,
+            tokenizer,
+            renderer,
+            self._config.gconfig,
+            context_length=self._config.context_length,
+            on_bug=self._bug,
+        )
 
     async def _renew(self, found: pb.GetSessionResponse) -> None:
         """Keeps a session while a call is answered: its agent waits, and is not silent."""
@@ -178,7 +201,7 @@ class Sessions:
                 found.outcome = reward
                 found.outcome_parts.clear()
                 found.outcome_parts.update(reward.parts)
-            await asyncio.to_thread(_trajectories, calls)  # a missing reward is reported now
+            await asyncio.to_thread(_merged, calls)  # a missing reward is reported now
         if await calls.end():
             return state.value
         task, token = task_from_pb(found.record.task), found.lease.token
@@ -207,7 +230,9 @@ class Sessions:
                 began_s = found.record.submit_time.ToMilliseconds() / 1000
                 cached.add(found.calls)
                 each = LedgerCalls(self._sessions, found, attempt, cached)
-                trajectories += await asyncio.to_thread(_trajectories, each)
+                if (merged := await asyncio.to_thread(_merged, each)) is not None:
+                    trajectories += merged.trajectories
+                    self._observer.dropped_answers(merged.dropped)
         if not ended:  # what it recorded is released when it ends
             raise LeaseLost(f"session {task_id}: it has ended meanwhile")
         if not trajectories:
@@ -259,11 +284,11 @@ def _state(session_id: str, calls: LedgerCalls) -> dict[str, Any]:
     }
 
 
-def _trajectories(calls: LedgerCalls) -> list[Trajectory]:
-    """Those of one attempt; none if no call was answered. Raises InvalidInput without a reward."""
+def _merged(calls: LedgerCalls) -> Merged | None:
+    """One attempt; None if no call was answered. Raises InvalidInput without a reward."""
     found = calls.found
     outcome = Score(found.outcome, found.outcome_parts) if found.HasField("outcome") else None
     try:
-        return merge(calls.calls(), outcome).trajectories
+        return merge(calls.calls(), outcome)
     except WorkflowError:  # the agent failed before its first answer
-        return []
+        return None

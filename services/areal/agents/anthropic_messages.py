@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -28,10 +27,19 @@ from pydantic import BaseModel
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import count, get, need, objects, refuse, texts
+from areal.agents.fields import (
+    arguments_of,
+    count,
+    get,
+    need,
+    objects,
+    shown,
+    template_of,
+    texts,
+)
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
-from areal.tokenizer.json_text import json_object
+from areal.tokenizer.json_text import loads
 from areal.workflows.rendering import Message as ChatMessage
 
 Stop = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -46,7 +54,6 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     Raises:
         InvalidInput: A field is malformed, or asks for something unsupported.
     """
-    refuse(body, mcp_servers=([],), container=())
     messages: list[ChatMessage] = []
     system = text_of(body.get("system"), "system")
     if system:
@@ -58,22 +65,36 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         messages += _turn(turn, f"messages[{index}]")
     choice = get(body, "tool_choice", dict) or {}
     kind = choice.get("type", "auto")
-    if kind not in _CHOICES:
-        raise InvalidInput(
-            f"tool_choice.type {str(kind)[:80]!r}: expected one of {', '.join(_CHOICES)}"
-        )
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise InvalidInput(f"tool_choice.type {shown(kind)}: expected one of {', '.join(_CHOICES)}")
     output = get(body, "output_config", dict) or {}
-    schema = schema_of(get(output, "format", dict, "output_config."), "output_config.format")
+    asked = get(output, "format", dict, "output_config.") or get(body, "output_format", dict)
+    schema = schema_of(asked, "output_config.format")
+    begun = _begun(messages, len(turns) - 1)
     tools = _tools(body)
     return ChatRequest(
-        messages,
+        messages if begun is None else messages[:-1],
         tools,
         count(body, "max_tokens"),
         stop=texts(body, "stop_sequences"),
         may_call=kind != "none",
         required=Required(schema, forced_calls(_CHOICES[kind], choice.get("name"), tools)),
         parallel=get(choice, "disable_parallel_tool_use", bool, "tool_choice.") is not True,
+        begun=begun or "",
+        variables=template_of(body),
     )
+
+
+def _begun(messages: Sequence[ChatMessage], last: int) -> str | None:
+    """The text of a last turn of the assistant's, which the model continues; None: none is."""
+    if messages[-1]["role"] != "assistant":
+        return None
+    if len(messages) < 2:
+        raise InvalidInput("messages: expected a message of the user's before the assistant's")
+    if messages[-1].get("tool_calls"):
+        raise InvalidInput(f"messages[{last}]: a call without its result, expected a tool_result")
+    content: str = messages[-1]["content"]
+    return content
 
 
 def _tools(body: Mapping[str, Any]) -> list[ChatMessage] | None:
@@ -85,7 +106,7 @@ def _tools(body: Mapping[str, Any]) -> list[ChatMessage] | None:
     for index, tool in enumerate(objects(tools, "tools")):
         where = f"tools[{index}]."
         if tool.get("type", "custom") != "custom":
-            raise InvalidInput(f"{where}type {str(tool['type'])[:80]!r}: expected 'custom'")
+            raise InvalidInput(f"{where}type {shown(tool['type'])}: expected 'custom'")
         function = {
             "name": need(tool, "name", str, where),
             "description": get(tool, "description", str, where) or "",
@@ -99,7 +120,7 @@ def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
     """One turn: results of tools first, each a message, then its words."""
     role = turn.get("role")
     if role not in ("user", "assistant", "system"):  # Claude Code: reminders between the turns
-        raise InvalidInput(f"{where}.role {role!r}: expected 'user', 'assistant' or 'system'")
+        raise InvalidInput(f"{where}.role {shown(role)}: expected 'user', 'assistant' or 'system'")
     content = turn.get("content")
     if not isinstance(content, list):
         yield {"role": role, "content": text_of(content, f"{where}.content")}
@@ -111,7 +132,7 @@ def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
         if kind == "tool_use" and role == "assistant":
             function = {
                 "name": need(block, "name", str, f"{at}."),
-                "arguments": json_object(block.get("input"), f"{at}.input"),
+                "arguments": arguments_of(block.get("input")),
             }
             known = need(block, "id", str, f"{at}.")
             calls.append({"id": known, "type": "function", "function": function})
@@ -125,7 +146,7 @@ def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
             )
         elif kind not in ("thinking", "redacted_thinking"):
             if kind != "text":
-                raise InvalidInput(f"{at}: a part of type {kind!r}: expected text")
+                raise InvalidInput(f"{at}: a part of type {shown(kind)}: expected text")
             words.append(need(block, "text", str, f"{at}."))
     yield from results
     if words or calls or not results:
@@ -154,9 +175,7 @@ def _blocks(answer: Answer) -> list[Block]:
         blocks.append(TextBlock(type="text", text=answer.content))
     for call in answer.calls:
         blocks.append(
-            ToolUseBlock(
-                type="tool_use", id=call.id, name=call.name, input=json.loads(call.arguments)
-            )
+            ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=loads(call.arguments))
         )
     return blocks
 
@@ -219,8 +238,7 @@ class Events:
         for call in answer.calls:
             empty = ToolUseBlock(type="tool_use", id=call.id, name=call.name, input={})
             yield self._begin(empty)
-            arguments = json.dumps(json.loads(call.arguments))
-            yield self._delta(InputJSONDelta(type="input_json_delta", partial_json=arguments))
+            yield self._delta(InputJSONDelta(type="input_json_delta", partial_json=call.arguments))
             yield from self._stop()
         end = Delta(stop_reason=_stop_reason(answer), stop_sequence=answer.stopped_by or None)
         usage = MessageDeltaUsage(output_tokens=len(answer.response.output_tokens))

@@ -6,20 +6,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from areal.agents.headers import Repeats
 from areal.agents.tree import Call, Merged, merge
-from areal.errors import NotFound
-from areal.types import LLMResponse, StopReason
+from areal.errors import NotFound, WorkflowError
+from areal.types import LLMResponse, StopReason, Trajectory
 
 
 class CallStore(Protocol):
     """Stores the calls of one session."""
 
-    async def begin(self, prompt: Sequence[int], n: int, *, retry: bool) -> int:
+    async def begin(self, prompt: Sequence[int], n: int, repeats: Repeats) -> int:
         """Reserves numbers for `n` answers, in order of arrival; returns the first number."""
         ...
 
     async def record(
-        self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
+        self,
+        number: int,
+        response: LLMResponse,
+        text: str,
+        turns: Sequence[str],
+        kept: str = "",
     ) -> None:
         """Stores an answer as it was sampled.
 
@@ -27,7 +33,8 @@ class CallStore(Protocol):
             number: The answer's number.
             response: The answer's token ids.
             text: The text that people see.
-            turn: Digest of the conversation that ends with this answer; may be empty.
+            turns: Digests of the conversation that ends with this answer, one for each way in
+                which clients send the answer back; may be empty.
             kept: Data that `kept` returns for this answer.
         """
         ...
@@ -62,32 +69,39 @@ class Calls:
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
-        self._turns: dict[int, str] = {}
+        self._turns: dict[int, set[str]] = {}
         self._ended_by: dict[str, int] = {}
         self._kept: dict[int, str] = {}
         self.outcome: float | None = None
         """The reward that the agent posted for all of it."""
 
-    async def begin(self, prompt: Sequence[int], n: int, *, retry: bool) -> int:
+    async def begin(self, prompt: Sequence[int], n: int, repeats: Repeats) -> int:
         """See `CallStore`."""
         nothing = LLMResponse(list(prompt), [], [], [], StopReason.ABORT)
-        self._calls += [Call(nothing, retry, delivered=False) for _ in range(n)]
+        self._calls += [
+            Call(nothing, repeats.retry, repeats.key, delivered=False) for _ in range(n)
+        ]
         return len(self._calls) - n
 
     async def record(
-        self, number: int, response: LLMResponse, text: str, turn: str, kept: str = ""
+        self,
+        number: int,
+        response: LLMResponse,
+        text: str,
+        turns: Sequence[str],
+        kept: str = "",
     ) -> None:
         """See `CallStore`."""
         self._calls[number] = replace(self._calls[number], response=response, text=text)
         if kept:
             self._kept[number] = kept
-        if turn:
-            self._turns[number] = turn
+        self._turns[number] = set(turns)
+        for turn in turns:
             self._ended_by[turn] = max(number, self._ended_by.get(turn, number))
 
     async def find(self, turn: str, prefer: int | None = None) -> int | None:
         """See `CallStore`."""
-        if prefer is not None and self._turns.get(prefer) == turn:
+        if prefer is not None and turn in self._turns.get(prefer, ()):
             return prefer
         return self._ended_by.get(turn)
 
@@ -113,6 +127,14 @@ class Calls:
         if not 0 <= number < len(self._calls):
             raise NotFound(f"answer {number}: the session has only {len(self._calls)} answers")
         self._calls[number] = replace(self._calls[number], reward=value)
+
+    def zeros(self) -> list[Trajectory]:
+        """Returns the trajectories of a failed run, with the reward 0; none if it had no answer."""
+        self._calls = [replace(call, reward=None) for call in self._calls]
+        try:
+            return merge(self._calls, 0.0).trajectories
+        except WorkflowError:
+            return []
 
     def merged(self, outcome: float | None) -> Merged:
         """Returns the session's trajectories; see `areal.agents.tree.merge`."""

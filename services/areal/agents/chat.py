@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
-
-import orjson
 
 from areal.agents.constraints import Required
 from areal.agents.partial import split_reasoning
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
-from areal.tokenizer.json_text import dumps, loads
+from areal.tokenizer.json_text import WRITER_DEPTH, canonical, dumps, loads
 from areal.types import LLMResponse, StopReason
 from areal.workflows.rendering import Message, Reply
+from areal.workflows.tool_text import without_calls
 
 END_OF_CALL = "</tool_call>"
-_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,10 @@ class ChatRequest:
     """The answer that it continues, where several end the same conversation."""
     keep: bool = False
     """Whether the conversation is kept, so that the answer's number names it."""
+    begun: str = ""
+    """How the answer begins, which the agent has written; the model continues it."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """More variables of the chat template."""
     lead: int = 0
     """So many of the first messages are no part of the conversation that is kept."""
 
@@ -97,7 +98,7 @@ class Answer:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                    "function": {"name": call.name, "arguments": loads(call.arguments)},
                 }
                 for call in self.calls
             ]
@@ -112,6 +113,7 @@ def read_answer(
     offered: bool,
     opened: bool,
     stopped_by: str = "",
+    begun: bool = False,
 ) -> Answer:
     """Splits an answer into reasoning, text and calls.
 
@@ -122,10 +124,11 @@ def read_answer(
         offered: Whether the agent offered tools.
         opened: Whether the prompt opened the reasoning.
         stopped_by: The stop text that ended the answer, if one did.
+        begun: Whether the answer continues a text of the agent, to which it is to be appended.
     """
     text = reply.text
     if stopped_by:
-        text = text[: text.index(stopped_by)]
+        text = text.partition(stopped_by)[0]
     reasoning, text = split_reasoning(text, opened)
     calls: tuple[Call, ...] = ()
     if offered and not stopped_by:
@@ -134,9 +137,9 @@ def read_answer(
             for c in reply.tool_calls
         )
     if calls:
-        # Llama writes a call as the whole answer, without marks.
-        text = _CALL.sub("", text) if "<tool_call>" in text else ""
-    return Answer(number, response, text.strip(), reasoning.strip(), calls, stopped_by)
+        text = without_calls(text)
+    text = text.rstrip() if begun and not reasoning else text.strip()
+    return Answer(number, response, text, reasoning.strip(), calls, stopped_by)
 
 
 def cut_at_stop(
@@ -179,17 +182,33 @@ class History:
     """Digests of every prefix of a conversation; they tell whether a later request extends it."""
 
     start: str
-    """Of the tools that are offered."""
+    """Of the tools that are offered, and of the chat template's variables."""
     turns: list[str]
     """`turns[i]` stands for the first i + 1 messages."""
 
     @classmethod
-    def of(cls, messages: Sequence[Message], tools: list[Message] | None) -> History:
-        """Returns the history of a request."""
-        history = cls(_digest(tools), [])
+    def of(
+        cls,
+        messages: Sequence[Message],
+        tools: list[Message] | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> History:
+        """Returns the history of a request; `variables` are those of its chat template."""
+        history = cls(_digest([tools, variables] if variables else tools), [])
         for message in messages:
             history.turns.append(history.after(message))
         return history
+
+    def ends(self, answer: Answer, begun: str) -> list[str]:
+        """The digests of all its messages and an answer, for each way in which it is sent back.
+
+        As it was sent; with the text before it that it continues; with the stop text that ended it,
+        which some frameworks put back. That text is in the sampled ids.
+        """
+        texts = dict.fromkeys([begun + answer.content, answer.content])
+        if answer.stopped_by:
+            texts |= dict.fromkeys(text + answer.stopped_by for text in list(texts))
+        return [self.after({**answer.message, "content": text}) for text in texts]
 
     def after(self, message: Message) -> str:
         """The digest of all its messages and one more."""
@@ -209,7 +228,7 @@ class Kept:
     @classmethod
     def read(cls, content: str) -> Self:
         """What `write` has written."""
-        return cls(**loads(content))
+        return cls(**loads(content, WRITER_DEPTH))
 
     def write(self) -> str:
         """As JSON."""
@@ -217,8 +236,7 @@ class Kept:
 
 
 def _digest(value: Any) -> str:
-    content = dumps(value, option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return hashlib.blake2b(canonical(value), digest_size=16).hexdigest()
 
 
 def _gist(message: Message) -> list[Any]:
@@ -245,9 +263,11 @@ def text_of(content: Any, where: str) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in {"text", "input_text", "output_text"} or not isinstance(
+        if kind not in ("text", "input_text", "output_text") or not isinstance(
             part.get("text"), str
         ):
-            raise InvalidInput(f"{where}[{index}]: a part of type {kind!r}: expected text")
+            raise InvalidInput(
+                f"{where}[{index}]: a part of type {str(kind)[:80]!r}: expected text"
+            )
         texts.append(part["text"])
     return "".join(texts)

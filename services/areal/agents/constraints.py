@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
-from areal.agents.fields import get, need
+from areal.agents.fields import get, need, shown
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.json_text import dumps
 from areal.workflows.rendering import ChatRenderer, Message
 
 Format = dict[str, Any]
@@ -75,7 +74,7 @@ class Required:
                 answer = _any_of(_calls(tools, parallel, renderer, tokenizer), answer)
         whole = [*_reasoning(opened, prompt, tokenizer), answer]
         form = whole[0] if len(whole) == 1 else {"type": "sequence", "elements": whole}
-        return orjson.dumps({"type": "structural_tag", "format": form}).decode()
+        return dumps({"type": "structural_tag", "format": form}).decode()
 
 
 def schema_of(value: Mapping[str, Any] | None, where: str) -> Mapping[str, Any] | None:
@@ -95,7 +94,7 @@ def schema_of(value: Mapping[str, Any] | None, where: str) -> Mapping[str, Any] 
         return {"type": "object"}
     if kind != "json_schema":
         raise InvalidInput(
-            f"{where}.type {str(kind)[:80]!r}: expected 'text', 'json_object' or 'json_schema'"
+            f"{where}.type {shown(kind)}: expected 'text', 'json_object' or 'json_schema'"
         )
     inner = get(value, "json_schema", dict, f"{where}.")
     if inner is None:
@@ -118,7 +117,7 @@ def forced_calls(choice: Any, name: Any, tools: Sequence[Message] | None) -> tup
         return ()
     if choice not in ("required", "function"):
         raise InvalidInput(
-            f"tool_choice {str(choice)[:80]!r}: expected 'auto', 'none', 'required' or a function"
+            f"tool_choice {shown(choice)}: expected 'auto', 'none', 'required' or a function"
         )
     offered = tuple(tool["function"]["name"] for tool in tools or ())
     if choice == "required":
@@ -127,7 +126,7 @@ def forced_calls(choice: Any, name: Any, tools: Sequence[Message] | None) -> tup
         return offered
     if name not in offered:
         raise InvalidInput(
-            f"tool_choice: the function {str(name)[:80]!r} is not among the tools "
+            f"tool_choice: the function {shown(name)} is not among the tools "
             f"({', '.join(offered) or 'none'})"
         )
     return (name,)
@@ -195,7 +194,7 @@ def _calls(
 
 
 def _quoted(tool: Message) -> str:
-    return orjson.dumps(tool["function"]["name"]).decode()
+    return dumps(tool["function"]["name"]).decode()
 
 
 def _tag(begin: str, tool: Message, end: str, **more: str) -> Format:

@@ -11,10 +11,11 @@ from typing import Self
 from aiohttp import web
 
 from areal.addresses import join_address, loopback
+from areal.agents.replies import refused
 from areal.agents.routes import handle
 from areal.agents.session import Session
 from areal.chassis.http_connections import IDLE_S, HttpSite
-from areal.errors import Unauthenticated
+from areal.errors import InvalidInput, Unauthenticated
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 KEY_HEADER, NAME_HEADER = "X-Areal-Key", "X-Session-ID"
@@ -83,8 +84,13 @@ class Endpoint:
                 raise Unauthenticated("API key: expected the key of an open session")
             return opened(request.headers.get(NAME_HEADER, ""))
 
-        content = await request.read()
-        reply = await handle(find, request.method, request.path, request.headers, content)
+        try:
+            content = await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            too_large = InvalidInput(f"body: expected at most {MAX_BODY_BYTES} bytes")
+            reply = refused(too_large, request.path, error.status)
+        else:
+            reply = await handle(find, request.method, request.path, request.headers, content)
         kind = "text/event-stream" if reply.stream else "application/json"
         if reply.parts is not None:
             stream = web.StreamResponse(status=reply.status, headers=reply.headers)

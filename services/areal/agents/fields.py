@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import orjson
-
 from areal.errors import InvalidInput
+from areal.tokenizer.json_text import json_object, loads
 from areal.types import Score
 from areal.workflows.rendering import Message
 
@@ -22,14 +21,25 @@ _NAMES: dict[Any, str] = {
 _PART = re.compile(r"[\w.-]{1,64}")
 # With the number as we write it: no leading zeros, and no digits of other scripts.
 _ANSWER = re.compile(r"(?:chatcmpl|cmpl|gen|msg|resp)-(.+)-(0|[1-9][0-9]{0,8})", re.DOTALL)
+_MAX_ITEMS = 1 << 16
+"""Messages or tools: more than any model's context has room for, and quickly read."""
+# Each piece of an answer is compared with them while it is streamed.
+_MAX_STOPS, _MAX_STOP_CHARS = 64, 1000
 _NAMES |= {dict: "an object"}
+_OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"}
+"""Variables of chat templates that are set by other means."""
+
+
+def shown(value: Any) -> str:
+    """How an error shows a value: its first characters."""
+    return repr(str(value)[:80])
 
 
 def body_of(content: bytes) -> dict[str, Any]:
     """Returns a request's body; raises InvalidInput."""
     try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
+        body = loads(content)
+    except ValueError as error:
         raise InvalidInput(f"body: not JSON ({error})") from None
     if not isinstance(body, dict):
         raise InvalidInput("body: expected a JSON object")
@@ -42,7 +52,7 @@ def get(body: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T
     if value is None:
         return None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InvalidInput(f"{where}{name}: expected {_NAMES[kind]}, got {str(value)[:80]!r}")
+        raise InvalidInput(f"{where}{name}: expected {_NAMES[kind]}, got {shown(value)}")
     return value
 
 
@@ -69,7 +79,7 @@ def number(body: Mapping[str, Any], name: str) -> float | None:
         return None
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not good or not -1e9 < value < 1e9:
-        raise InvalidInput(f"{name} {str(value)[:80]!r}: expected a number")
+        raise InvalidInput(f"{name} {shown(value)}: expected a number")
     return float(value)
 
 
@@ -94,12 +104,38 @@ def _parts(parts: Mapping[str, Any]) -> dict[str, float]:
                 f"'.', other than mean and std"
             )
         if not isinstance(value, (int, float)) or not -1e9 < value < 1e9:
-            raise InvalidInput(f"parts {name}: expected a number, got {str(value)[:80]!r}")
+            raise InvalidInput(f"parts {name}: expected a number, got {shown(value)}")
     return {name: float(value) for name, value in parts.items()}
+
+
+def arguments_of(value: Any) -> dict[str, Any]:
+    """Returns the arguments of a call in a history: an object, or its JSON text.
+
+    A history contains what some model once wrote. An agent sends it with every later request, so a
+    refusal would end the conversation. What is no JSON object becomes {}, as in vLLM.
+    """
+    try:
+        return json_object(value, "arguments")
+    except InvalidInput:
+        return {}
+
+
+def template_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables of the chat template that a request sets; raises InvalidInput."""
+    variables = get(body, "chat_template_kwargs", dict) or {}
+    for name in variables:
+        if not name.isidentifier() or name in _OURS:
+            raise InvalidInput(
+                f"chat_template_kwargs {name[:80]!r}: expected a variable of the chat template "
+                f"other than {', '.join(sorted(_OURS))}"
+            )
+    return variables
 
 
 def objects(values: Sequence[Any], where: str) -> Sequence[Message]:
     """A list of objects."""
+    if len(values) > _MAX_ITEMS:
+        raise InvalidInput(f"{where}: {len(values)} items, expected at most {_MAX_ITEMS}")
     for index, value in enumerate(values):
         if not isinstance(value, dict):
             raise InvalidInput(f"{where}[{index}]: expected an object")
@@ -118,12 +154,8 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     values = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
         raise InvalidInput(f"{name}: expected a text, or a list of texts")
+    if len(values) > _MAX_STOPS or max(map(len, values), default=0) > _MAX_STOP_CHARS:
+        raise InvalidInput(
+            f"{name}: expected at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARS} characters"
+        )
     return tuple(values)
-
-
-def refuse(body: Mapping[str, Any], **harmless: tuple[Any, ...]) -> None:
-    """Refuses unsupported fields, except where their values would change nothing."""
-    for name, allowed in harmless.items():
-        if body.get(name) is not None and body[name] not in allowed:
-            shown = str(body[name])[:80]
-            raise InvalidInput(f"{name} {shown!r}: not supported; leave it out")

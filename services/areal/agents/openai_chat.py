@@ -24,11 +24,19 @@ from openai.types.completion_usage import CompletionUsage
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import count, get, need, objects, refuse, texts
+from areal.agents.fields import (
+    arguments_of,
+    count,
+    get,
+    need,
+    objects,
+    shown,
+    template_of,
+    texts,
+)
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
-from areal.tokenizer.json_text import json_object
 from areal.workflows.rendering import Message
 
 MAX_N = 128
@@ -42,8 +50,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     Raises:
         InvalidInput: A field is malformed, or asks for something unsupported.
     """
-    refuse(body, logit_bias=({},), modalities=(["text"],), function_call=("none", "auto"))
-    refuse(body, top_logprobs=(0,))
+    get(body, "stream_options", dict)
     messages = need(body, "messages", list)
     if not messages:
         raise InvalidInput("messages: expected at least one")
@@ -51,6 +58,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         _message(message, f"messages[{i}]")
         for i, message in enumerate(objects(messages, "messages"))
     ]
+    begun = _begun(messages, body)
     tools = _tools(body)
     choice, name = body.get("tool_choice") or "auto", None
     if isinstance(choice, dict):
@@ -58,7 +66,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         choice, name = choice.get("type"), function.get("name")
     schema = schema_of(get(body, "response_format", dict), "response_format")
     return ChatRequest(
-        read,
+        read if begun is None else read[:-1],
         tools,
         count(body, "max_completion_tokens") or count(body, "max_tokens"),
         count(body, "n", MAX_N) or 1,
@@ -66,7 +74,28 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         may_call=choice != "none",
         required=Required(schema, forced_calls(choice, name, tools)),
         parallel=get(body, "parallel_tool_calls", bool) is not False,
+        begun=begun or "",
+        variables=template_of(body),
     )
+
+
+def _begun(messages: Sequence[Message], body: Mapping[str, Any]) -> str | None:
+    """The text of a last message that the model is to continue; None: there is none.
+
+    The request says so with `continue_final_message`, as in vLLM and SGLang, or the message with
+    `prefix` or `partial`, as in DeepSeek's, Mistral's and Moonshot's APIs.
+    """
+    last, where = messages[-1], f"messages[{len(messages) - 1}]"
+    marked = [key for key in ("prefix", "partial") if get(last, key, bool, f"{where}.")]
+    if not get(body, "continue_final_message", bool) and not marked:
+        if get(body, "add_generation_prompt", bool) is False:
+            raise InvalidInput(
+                "add_generation_prompt False: expected continue_final_message with it"
+            )
+        return None
+    if last.get("role") != "assistant" or last.get("tool_calls") or len(messages) < 2:
+        raise InvalidInput(f"{where}: expected a text of the assistant after other messages")
+    return text_of(last.get("content"), f"{where}.content")
 
 
 def _tools(body: Mapping[str, Any]) -> list[Message] | None:
@@ -77,19 +106,24 @@ def _tools(body: Mapping[str, Any]) -> list[Message] | None:
     for index, tool in enumerate(objects(tools, "tools")):
         where = f"tools[{index}]."
         if tool.get("type") != "function":
-            raise InvalidInput(f"{where}type {str(tool.get('type'))[:80]!r}: expected 'function'")
+            raise InvalidInput(f"{where}type {shown(tool.get('type'))}: expected 'function'")
         need(need(tool, "function", dict, where), "name", str, f"{where}function.")
     return list(tools)
 
 
 def _message(message: Message, where: str) -> Message:
     role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidInput(f"{where}.role {role!r}: expected one of {', '.join(sorted(_ROLES))}")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidInput(
+            f"{where}.role {shown(role)}: expected one of {', '.join(sorted(_ROLES))}"
+        )
     read: Message = {
         "role": "system" if role == "developer" else role,
         "content": text_of(message.get("content"), f"{where}.content"),
     }
+    for key in ("function_call", "audio"):
+        if message.get(key) is not None:
+            raise InvalidInput(f"{where}.{key}: not supported; leave it out")
     for key in ("name", "tool_call_id"):
         if (value := get(message, key, str, f"{where}.")) is not None:
             read[key] = value
@@ -105,11 +139,10 @@ def _message(message: Message, where: str) -> Message:
 def _call(call: Message, where: str) -> Message:
     function = need(call, "function", dict, where)
     name = need(function, "name", str, f"{where}function.")
-    arguments = json_object(function.get("arguments"), f"{where}function.arguments")
     return {
         "id": get(call, "id", str, where) or "",
         "type": "function",
-        "function": {"name": name, "arguments": arguments},
+        "function": {"name": name, "arguments": arguments_of(function.get("arguments"))},
     }
 
 
@@ -181,6 +214,7 @@ def write_completion(
         usage=usage_of(answers),
     ).model_dump(mode="json", exclude_unset=True)
     for choice, answer in zip(whole["choices"], answers, strict=True):
+        choice["id"] = id_of(answer_id, choice["index"])
         choice["message"].setdefault("content", None)
         if answer.reasoning:
             choice["message"]["reasoning_content"] = answer.reasoning
@@ -188,6 +222,12 @@ def write_completion(
             choice["token_ids"] = answer.response.output_tokens
             whole["prompt_token_ids"] = answer.response.input_tokens
     return whole
+
+
+def id_of(answer_id: str, index: int) -> str:
+    """The id of one of a request's answers, for rewards; `answer_id` is that of the first."""
+    begins, _, first = answer_id.rpartition("-")
+    return f"{begins}-{int(first) + index}"
 
 
 class Events:
@@ -258,4 +298,7 @@ class Events:
         )
         if usage is not None:
             made.usage = usage
-        return made.model_dump(mode="json", exclude_unset=True)
+        chunk = made.model_dump(mode="json", exclude_unset=True)
+        for choice in chunk["choices"]:
+            choice["id"] = id_of(self._id, choice["index"])
+        return chunk

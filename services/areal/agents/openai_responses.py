@@ -11,7 +11,7 @@ names it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from openai.types.responses import (
@@ -27,13 +27,22 @@ from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_output_text import Logprob
 from openai.types.responses.response_reasoning_item import Content
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from pydantic import ValidationError
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import count, get, need, number_of, objects, refuse
+from areal.agents.fields import (
+    arguments_of,
+    count,
+    get,
+    need,
+    number_of,
+    objects,
+    shown,
+    template_of,
+)
 from areal.errors import InvalidInput, NotFound
 from areal.tokenizer import Tokenizer
-from areal.tokenizer.json_text import json_object
 from areal.workflows.rendering import Message
 
 KIND = "resp"
@@ -61,7 +70,9 @@ def previous_of(body: Mapping[str, Any], session_id: str) -> int | None:
 
 
 def read_request(
-    body: Mapping[str, Any], extends: int | None = None, before: Sequence[Message] = ()
+    body: Mapping[str, Any],
+    extends: int | None = None,
+    before: Sequence[Message] = (),
 ) -> ChatRequest:
     """Turns the JSON of a request into arguments that the session understands.
 
@@ -73,8 +84,6 @@ def read_request(
     Raises:
         InvalidInput: A field is malformed, or asks for something unsupported.
     """
-    refuse(body, background=(False,), conversation=(), prompt=(), truncation=("disabled",))
-    refuse(body, top_logprobs=(0,), context_management=([],))
     words = get(body, "text", dict) or {}
     schema = schema_of(get(words, "format", dict, "text."), "text.format")
     tools = _tools(body)
@@ -94,6 +103,7 @@ def read_request(
         parallel=get(body, "parallel_tool_calls", bool) is not False,
         extends=extends,
         keep=get(body, "store", bool) is not False,
+        variables=template_of(body),
         lead=len(lead),
     )
 
@@ -107,13 +117,72 @@ def _tools(body: Mapping[str, Any]) -> list[Message] | None:
     for index, tool in enumerate(objects(tools, "tools")):
         where = f"tools[{index}]."
         if tool.get("type") != "function":
-            raise InvalidInput(f"{where}type {str(tool.get('type'))[:80]!r}: expected 'function'")
+            raise InvalidInput(f"{where}type {shown(tool.get('type'))}: expected 'function'")
         function: Message = {"name": need(tool, "name", str, where)}
         if (description := get(tool, "description", str, where)) is not None:
             function["description"] = description
         function["parameters"] = get(tool, "parameters", dict, where) or {}
         read.append({"type": "function", "function": function})
     return read
+
+
+async def resolved(
+    body: dict[str, Any],
+    session_id: str,
+    answer_of: Callable[[int], Awaitable[Message | None]],
+) -> dict[str, Any]:
+    """The request with the items of earlier answers in place of their ids.
+
+    Args:
+        body: The request; an item of `input` may be an `item_reference`.
+        session_id: The session's id, which the ids of its items contain.
+        answer_of: Returns an answer as a message, or None if it was not stored.
+
+    Raises:
+        NotFound: An id is none of this session's, or its answer was not stored.
+    """
+    items = body.get("input")
+    if not isinstance(items, list):
+        return body
+    expanded: list[Any] = []
+    for index, item in enumerate(items):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            known = need(item, "id", str, f"input[{index}].")
+            kind, number, place = _reference(known, session_id)
+            answer = None if number is None else await answer_of(number)
+            stored = None if answer is None else _item(kind, answer, place)
+            if stored is None:
+                raise NotFound(
+                    f"input[{index}].id {known[:80]!r}: no stored item of this session has this id"
+                )
+            expanded.append(stored)
+        else:
+            expanded.append(item)
+    return {**body, "input": expanded}
+
+
+def _reference(known: str, session_id: str) -> tuple[str, int | None, int]:
+    """The kind of an item, the number of its answer, and which of its calls the item is."""
+    kind, _, rest = known.partition("-")
+    named = rest.removeprefix(f"{KIND}-{session_id}-")
+    numbers = named.split("-")
+    right = named != rest and len(numbers) == (2 if kind == "fc" else 1)
+    if not right or not all(n.isdecimal() and n.isascii() and len(n) < 10 for n in numbers):
+        return kind, None, 0
+    return kind, int(numbers[0]), int(numbers[-1])
+
+
+def _item(kind: str, answer: Message, place: int) -> Message | None:
+    """One item of an answer; None: it has no such item."""
+    calls = answer.get("tool_calls") or []
+    if kind == "msg":
+        return {"type": "message", "role": "assistant", "content": answer["content"]}
+    if kind == "rs":
+        return {"type": "reasoning"}
+    if kind == "fc" and place < len(calls):
+        call = calls[place]
+        return {"type": "function_call", "call_id": call["id"], **call["function"]}
+    return None
 
 
 def _messages(body: Mapping[str, Any]) -> list[Message]:
@@ -152,7 +221,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
             )
         else:
             raise InvalidInput(
-                f"{where}.type {str(kind)[:80]!r}: expected 'message', 'function_call', "
+                f"{where}.type {shown(kind)}: expected 'message', 'function_call', "
                 "'function_call_output' or 'reasoning'"
             )
     if not messages:
@@ -162,8 +231,10 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
 
 def _message(item: Message, where: str) -> Message:
     role = item.get("role")
-    if role not in _ROLES:
-        raise InvalidInput(f"{where}.role {role!r}: expected one of {', '.join(sorted(_ROLES))}")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidInput(
+            f"{where}.role {shown(role)}: expected one of {', '.join(sorted(_ROLES))}"
+        )
     content = text_of(item.get("content"), f"{where}.content")
     return {"role": "system" if role == "developer" else role, "content": content}
 
@@ -171,7 +242,7 @@ def _message(item: Message, where: str) -> Message:
 def _call(item: Message, where: str) -> Message:
     function = {
         "name": need(item, "name", str, f"{where}."),
-        "arguments": json_object(item.get("arguments"), f"{where}.arguments"),
+        "arguments": arguments_of(item.get("arguments")),
     }
     known = need(item, "call_id", str, f"{where}.")
     return {"id": known, "type": "function", "function": function}
@@ -193,6 +264,10 @@ class Writer:
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Writes the answer to a request that does not stream."""
         return as_json(self.response(answer))
+
+    def whole_of_none(self) -> dict[str, Any]:
+        """Writes the response as a stream begins it."""
+        return as_json(self.response(None))
 
     def _items(self, answer: Answer) -> list[Item]:
         items: list[Item] = []
@@ -270,6 +345,21 @@ class Writer:
             total_tokens=prompt + sampled,
         )
         return made
+
+
+def check_repeated(body: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Checks the parts of a request that its response repeats, before anything is sampled.
+
+    Raises:
+        InvalidInput: A field is malformed.
+    """
+    wants_logprobs(body)
+    try:
+        Writer("", "", body, tokenizer).whole_of_none()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidInput(f"{where} {shown(first['input'])}: {first['msg']}") from None
 
 
 def wants_logprobs(body: Mapping[str, Any]) -> bool:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from openai.types.completion import Completion
 from openai.types.completion_choice import CompletionChoice, Logprobs
 
+from areal.agents.allowed import SAMPLING_PARAMS
 from areal.agents.chat import Answer
-from areal.agents.fields import count, get, need, refuse, texts
-from areal.agents.openai_chat import MAX_N, usage_of
+from areal.agents.fields import count, get, need, texts
+from areal.agents.openai_chat import MAX_N, id_of, usage_of
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ from areal.tokenizer import Tokenizer
 
 def read_text_request(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Arguments of `Session.complete`; raises InvalidInput."""
-    refuse(body, logit_bias=({},), echo=(False,), suffix=("",), best_of=(1,))
+    get(body, "stream_options", dict)
     prompt = body.get("prompt")
     return {
         "prompt": tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(body, "prompt"),
@@ -31,8 +32,8 @@ def read_text_request(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str
 
 def read_token_request(body: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `Session.complete`, of vLLM's body; raises InvalidInput."""
-    refuse(body, features=({},))
     sampling = get(body, "sampling_params", dict) or {}
+    SAMPLING_PARAMS.check(sampling, "sampling_params.")
     return {
         "prompt": _ids(body, "token_ids"),
         "n": count(sampling, "n", MAX_N) or 1,
@@ -67,7 +68,7 @@ def write_text(
                 token_logprobs=list(answer.response.output_logprobs),
             )
         choices.append(choice)
-    return Completion(
+    whole = Completion(
         id=answer_id,
         object="text_completion",
         created=int(time.time()),
@@ -75,6 +76,9 @@ def write_text(
         choices=choices,
         usage=usage_of(answers),
     ).model_dump(mode="json", exclude_unset=True)
+    for made in whole["choices"]:
+        made["id"] = id_of(answer_id, made["index"])
+    return whole
 
 
 class TextEvents:
@@ -120,6 +124,7 @@ def write_tokens(answer_id: str, answers: Sequence[Answer]) -> dict[str, Any]:
         "choices": [
             {
                 "index": index,
+                "id": id_of(answer_id, index),
                 "token_ids": answer.response.output_tokens,
                 "logprobs": {
                     "content": [

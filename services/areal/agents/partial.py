@@ -17,6 +17,8 @@ from areal.tokenizer import Tokenizer
 
 _OPEN, _CLOSE, _CALL = "<think>", "</think>", "<tool_call>"
 _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_WAIT = 64
+"""Ids without a complete character at their end, after which no character is waited for."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,18 @@ class AnswerDelta:
 OnDelta = Callable[[AnswerDelta], None]
 
 
-def opens_reasoning(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether the prompt ends with an opening tag of reasoning, as some chat templates do."""
+def opens_reasoning(prompt: Sequence[int], tokenizer: Tokenizer, begun: str = "") -> bool:
+    """Whether the prompt ends within reasoning: some chat templates end with its opening tag.
+
+    Args:
+        prompt: All of it.
+        tokenizer: The model's.
+        begun: The text with which the agent began the answer, at the prompt's end.
+    """
+    if _OPEN in begun or _CLOSE in begun:
+        return begun.rfind(_OPEN) > begun.rfind(_CLOSE)
+    if begun:
+        return False
     return tokenizer.decode(list(prompt[-8:])).rstrip().endswith(_OPEN)
 
 
@@ -63,19 +75,45 @@ class IncrementalText:
         self._known: list[int] = []
         self._new: list[int] = []
         self._given = 0
-        """Characters of the text of both that were returned."""
+        """Characters of the text of both that were returned, or are held."""
+        self._held = ""  # is no characters, and is returned with the next one
 
     def add(self, ids: Sequence[int]) -> str:
         """Returns the new text, up to the last character that no later id can change."""
-        self._new += ids
+        # The others have no text, however many there are.
+        self._new += [each for each in ids if not self._tokenizer.is_special(each)]
+        stuck = len(self._new) > _LONGEST_WAIT
+        for waiting in range(4 if stuck else 1):  # a character has up to four bytes
+            size = len(self._new) - waiting
+            text = self._decode([*self._known, *self._new[:size]])
+            if len(text) > self._given and not text.endswith(_INCOMPLETE_CHARACTER):
+                added = self._take(text, len(text))
+                self._known, self._new = self._new[:size], self._new[size:]
+                self._given = len(self._decode(self._known))
+                return added
         text = self._decode([*self._known, *self._new])
-        complete = text.rstrip(_INCOMPLETE_CHARACTER)
-        added = complete[self._given :]
-        self._given += len(added)
-        if added and len(complete) == len(text):
-            self._known, self._new = self._new, []
-            self._given = len(self._decode(self._known))
+        added = self._take(text, len(text.rstrip(_INCOMPLETE_CHARACTER)))
+        if stuck:
+            self._forget(text)
         return added
+
+    def _take(self, text: str, end: int) -> str:
+        """The text up to there that was not returned; nothing, if all of it was."""
+        if end <= self._given:
+            return ""
+        added, self._held, self._given = self._held + text[self._given : end], "", end
+        return added
+
+    def _forget(self, text: str) -> None:
+        """Begins again where ids have become no character, and only the last still may."""
+        self._held += text[self._given : -1]
+        # Sentencepiece reads a run of bytes as a whole; one that is twice in it spoils it.
+        latest = reversed([*self._known, *self._new])
+        bytes_ = (each for each in latest if self._decode([each]) == _INCOMPLETE_CHARACTER)
+        byte = next(bytes_, None)
+        spoiled = [] if byte is None else [byte, byte]
+        self._known, self._new = [*spoiled, *self._new[-_LONGEST_WAIT // 2 :]], []
+        self._given = max(0, len(self._decode(self._known)) - 1)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -84,8 +122,10 @@ class IncrementalText:
 class _Shown:
     """Text that is streamed without the blanks around it."""
 
-    def __init__(self, *, strip: bool) -> None:
-        self._strip, self._parts, self._blanks = strip, list[str](), ""
+    def __init__(self, *, strip: bool, lead: bool = False) -> None:
+        """`lead`: blanks at the start are shown nevertheless."""
+        self._strip, self._lead = strip, lead
+        self._parts, self._blanks = list[str](), list[str]()
 
     @property
     def text(self) -> str:
@@ -97,11 +137,15 @@ class _Shown:
     def add(self, text: str) -> str:
         """Returns what can be streamed now."""
         if self._strip:
-            text = self._blanks + text
-            if not self._parts:
+            if not self._parts and not self._lead:
                 text = text.lstrip()
             whole, text = text, text.rstrip()
-            self._blanks = whole[len(text) :]
+            blanks = whole[len(text) :]
+            if text:
+                text = "".join([*self._blanks, text])
+                self._blanks.clear()
+            if blanks:
+                self._blanks.append(blanks)
         if text:
             self._parts.append(text)
         return text
@@ -118,6 +162,7 @@ class PartialAnswer:
         opened: bool = False,
         calls: bool = False,
         plain: bool = False,
+        begun: bool = False,
     ) -> None:
         """Starts empty.
 
@@ -127,6 +172,7 @@ class PartialAnswer:
             opened: Whether the prompt opened the reasoning (`opens_reasoning`).
             calls: Whether the agent offered tools.
             plain: Whether all text is content, including outer blanks.
+            begun: Whether the agent began the answer, so that blanks at its start count.
         """
         self._stop, self._opened, self._calls = tuple(stop), opened, calls and not plain
         self._ids: list[int] = []
@@ -137,7 +183,8 @@ class PartialAnswer:
         self._part: Literal["start", "reasoning", "content", "end"] = (
             "content" if plain else "start"
         )
-        self._reasoning, self._content = _Shown(strip=True), _Shown(strip=not plain)
+        self._reasoning = _Shown(strip=True)
+        self._content = _Shown(strip=not plain, lead=begun and not opened)
 
     @property
     def reasoning(self) -> str:
@@ -177,6 +224,7 @@ class PartialAnswer:
         if self._part == "start":
             bare = self._pending.lstrip()
             if _OPEN.startswith(bare):
+                self._pending = bare
                 return "", ""
             if self._opened or bare.startswith(_OPEN):
                 self._part, self._pending = "reasoning", bare.removeprefix(_OPEN)

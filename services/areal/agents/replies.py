@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -26,8 +27,6 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import orjson
-
 from areal.agents.chat import Answer
 from areal.agents.partial import AnswerDelta, OnDelta
 from areal.agents.session import Session
@@ -37,10 +36,12 @@ from areal.errors import (
     InvalidInput,
     LeaseLost,
     NotFound,
+    PromptTooLong,
     Unauthenticated,
     Unavailable,
     WaitTimeout,
 )
+from areal.tokenizer.json_text import dumps
 
 _STATUS: dict[type[ArealError], tuple[int, str]] = {
     InvalidInput: (400, "invalid_request_error"),
@@ -51,6 +52,7 @@ _STATUS: dict[type[ArealError], tuple[int, str]] = {
     Unavailable: (503, "overloaded_error"),
     WaitTimeout: (504, "timeout_error"),
 }
+_MAX_MESSAGE = 2000
 Event = dict[str, Any]
 
 
@@ -98,15 +100,62 @@ class Reply:
     """To be awaited once the whole body has been sent."""
     parts: Parts | None = None
     """A streamed body, which replaces `body`; must be closed."""
+    receipt: bytes = b""
+    """What the process that sends the body to the client has to store once it has."""
 
 
-def failure(error: ArealError, *, typed: bool) -> tuple[int, Event]:
-    """Status and body of an error; `typed`: in the format of Anthropic and of OpenAI's events."""
-    status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), (500, "error"))
-    error_body: Event = {"message": str(error), "type": kind}
-    if typed:
-        return status, {"type": "error", "error": error_body}
-    return status, {"error": error_body | {"param": None, "code": None}}
+def failure(error: Exception, *, typed: bool, anthropic: bool) -> tuple[int, Event]:
+    """Status and body of an error.
+
+    Args:
+        error: Any. One that is none of ours is a bug: its class is all that the agent is told.
+        typed: Whether the body has a type, as Anthropic's and the events of OpenAI's responses.
+        anthropic: Whether the words are Anthropic's, not OpenAI's.
+    """
+    unknown = 500, "api_error" if anthropic else "server_error"
+    status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), unknown)
+    message, param, code = f"{type(error).__name__}: see the log of the service", None, None
+    if isinstance(error, PromptTooLong):
+        # Frameworks shorten the history when they see these very words, or this code; LangChain
+        # looks for the code in the text of the SDK's error, which may contain only the message.
+        message = (
+            f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
+            if anthropic
+            else f"This model's maximum context length is {error.limit} tokens. However, your "
+            f"messages resulted in {error.tokens} tokens, which leaves no room for an answer. "
+            "Please reduce the length of the messages (context_length_exceeded)."
+        )
+        param, code = "messages", "context_length_exceeded"
+    elif isinstance(error, ArealError):
+        # Templates and servers write what they like into theirs.
+        message = str(error)[:_MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()
+    error_body: Event = {"message": message, "type": kind}
+    if not anthropic:
+        error_body |= {"param": param, "code": code}
+    return status, {"type": "error", "error": error_body} if typed else {"error": error_body}
+
+
+def refused(error: Exception, path: str, status: int | None = None) -> Reply:
+    """The reply that says an error in the format of the path's API.
+
+    Args:
+        error: What went wrong.
+        path: The request's; may begin with anything.
+        status: Its status, where that is known; else the one of the error's class.
+    """
+    more = {}
+    if isinstance(error, CapacityExceeded):
+        more["Retry-After"] = str(math.ceil(error.retry_after_s or 1))
+    anthropic = is_anthropic(path)
+    code, body = failure(error, typed=anthropic, anthropic=anthropic)
+    if status == 413:
+        body["error"]["type"] = "request_too_large"
+    return Reply(status or code, dumps(body), headers=more)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is one of Anthropic's API."""
+    return "/messages/" in f"{path}/"
 
 
 def delivery(session: Session, answers: Sequence[Answer]) -> Callable[[], Awaitable[None]]:
@@ -125,6 +174,7 @@ async def streamed(
     session: Session,
     *,
     named: bool = False,
+    anthropic: bool = False,
     live: bool = True,
 ) -> Reply:
     """Returns a reply as soon as its first text, or the whole answer, is known.
@@ -134,6 +184,7 @@ async def streamed(
         write: Returns the writer of the events, given the number of the first answer.
         session: The session of the answers.
         named: Whether events have names; without names, `[DONE]` ends the stream.
+        anthropic: Whether the API is Anthropic's.
         live: Whether to send text before the answers are complete.
     """
     news: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
@@ -141,7 +192,7 @@ async def streamed(
     task.add_done_callback(lambda _: news.put_nowait(None))
 
     def framed(events: Iterable[Event]) -> bytes:
-        return b"".join(_frame(event, named) for event in events)
+        return b"".join(frame(event, named) for event in events)
 
     def ending(events: Events, answers: list[Answer]) -> bytes:
         return framed(events.end(answers)) + (b"" if named else b"data: [DONE]\n\n")
@@ -155,8 +206,10 @@ async def streamed(
             answers = await task
             yield ending(events, answers)
             await delivery(session, answers)()
-        except ArealError as error:
-            yield framed([failure(error, typed=named)[1]])
+        except Exception as error:
+            if not isinstance(error, ArealError):
+                session.bug(error)
+            yield framed([failure(error, typed=named, anthropic=anthropic)[1]])
 
     try:
         first = await news.get()
@@ -171,9 +224,10 @@ async def streamed(
     return Reply(200, body, stream=True, sent=delivery(session, answers))
 
 
-def _frame(event: Event, named: bool) -> bytes:
+def frame(event: Event, named: bool) -> bytes:
+    """Returns an event of a stream as it is sent; `named`: with the name that is its type."""
     name = b"event: %s\n" % event["type"].encode() if named else b""
-    return b"%sdata: %s\n\n" % (name, orjson.dumps(event))
+    return b"%sdata: %s\n\n" % (name, dumps(event))
 
 
 async def _stop(task: asyncio.Task[Any]) -> None:

@@ -21,14 +21,35 @@ from areal.agents.chat import (
     cut_at_stop,
     read_answer,
 )
+from areal.agents.headers import Repeats
 from areal.agents.partial import AnswerDelta, OnDelta, PartialAnswer, opens_reasoning
-from areal.errors import ArealError, CapacityExceeded, Unavailable, WaitTimeout
+from areal.chassis.logging import get_logger
+from areal.errors import (
+    ArealError,
+    CapacityExceeded,
+    InvalidInput,
+    PromptTooLong,
+    Unavailable,
+    WaitTimeout,
+)
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal.workflows.large_text import apart, size_of, strings, texts_shown
 from areal.workflows.rendering import ChatRenderer, Message
 
+OnBug = Callable[[Exception], None]
+"""Told of an exception that no one expected."""
+_CHARS_PER_TOKEN = 4
 Generate = Callable[[LLMRequest], Awaitable[list[LLMResponse]]]
 """Answers a prompt `gconfig.n_samples` times."""
+
+
+_ONCE = Repeats()
+
+
+def report_bug(error: Exception) -> None:
+    """Logs an unexpected exception with its traceback."""
+    get_logger("areal.agents").error("agent_call_failed", exc_info=error)
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,10 @@ class Model:
     renderer: ChatRenderer
     gconfig: GenerationHyperparameters
     """How to sample, whatever agents ask for: training assumes it. `n_samples` is theirs."""
+    context_length: int | None = None
+    """The most tokens of prompt and answer; None: what the tokenizer says, if it says anything."""
+    on_bug: OnBug = report_bug
+    """Told of exceptions that the agent sees as an error with status 500."""
 
 
 class Session:
@@ -54,27 +79,49 @@ class Session:
         self.failure: ArealError | None = None
         """Why the model did not answer the latest call, where that was no fault of the agent's."""
 
+    def bug(self, error: Exception) -> None:
+        """Notes an unexpected exception: the agent is not charged with it."""
+        self.model.on_bug(error)
+        self.failure = Unavailable(f"a model call failed: {type(error).__name__}: {error}")
+
     async def chat(
-        self, request: ChatRequest, *, retry: bool = False, on_delta: OnDelta | None = None
+        self,
+        request: ChatRequest,
+        *,
+        repeats: Repeats = _ONCE,
+        on_delta: OnDelta | None = None,
     ) -> list[Answer]:
         """Answers a chat request `n` times.
 
         Args:
             request: The agent's request.
-            retry: True if the agent's SDK says that this request is a retry.
+            repeats: How the request can be recognized if it is sent again.
             on_delta: Called with new text while the answers are sampled.
 
         Raises:
             InvalidInput: The chat template refuses the messages, or they leave no room.
             Unavailable: No server could answer. The other errors of `agenerate` are raised, too.
         """
-        history = History.of(request.messages, request.tools)
-        prompt, extended, old = await self._prompt(request, history)
+        rest = _size_of_rest(request)
+        size = size_of(request.messages) + rest
+        await self.refuse_longer([*texts_shown(request.messages), request.begun])
+        history = await apart(size, History.of, request.messages, request.tools, request.variables)
+        renderer = self.model.renderer
+        if request.variables:
+            renderer = renderer.with_variables(request.variables)
+        prompt, extended, old = await self._prompt(request, history, renderer, rest)
         limit = request.max_new_tokens
         offered = request.tools if request.may_call and request.tools else []
-        opened = opens_reasoning(prompt, self.model.tokenizer)
+        opened = opens_reasoning(prompt, self.model.tokenizer, request.begun)
+        begun = bool(request.begun)
         partials = [
-            PartialAnswer(self.model.tokenizer, request.stop, opened=opened, calls=bool(offered))
+            PartialAnswer(
+                self.model.tokenizer,
+                request.stop,
+                opened=opened,
+                calls=bool(offered),
+                begun=begun,
+            )
             for _ in range(request.n)
         ]
         grammar = request.required.grammar(
@@ -82,35 +129,75 @@ class Session:
             parallel=request.parallel,
             opened=opened,
             prompt=prompt,
-            renderer=self.model.renderer,
+            renderer=renderer,
             tokenizer=self.model.tokenizer,
         )
-        first, responses = await self._sample(prompt, partials, limit, retry, on_delta, grammar)
+        first, responses = await self._sample(prompt, partials, limit, repeats, on_delta, grammar)
         answers = []
         for number, whole in enumerate(responses, first):
-            response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
-            reply = self.model.renderer.parse(response.output_tokens)
-            if len(reply.tool_calls) > 1 and not request.parallel:
-                response, _ = cut_at_stop(response, [END_OF_CALL], self.model.tokenizer)
-                reply = self.model.renderer.parse(response.output_tokens)
-            answer = read_answer(
+            answer, text = await apart(
+                _CHARS_PER_TOKEN * len(whole.output_tokens),
+                self._read,
                 number,
-                response,
-                reply,
+                whole,
+                request,
                 offered=bool(offered),
                 opened=opened,
-                stopped_by=stopped_by,
             )
             partial = partials[number - first]
             answer = replace(answer, streamed=(partial.reasoning, partial.content))
-            turn = history.after(answer.message)
+            turns = history.ends(answer, request.begun)
             kept = ""
             if request.keep:
                 new = [*request.messages[max(old, request.lead) :], answer.message]
                 kept = Kept(extended, request.lead, new).write()
-            await self.calls.record(number, response, reply.text, turn, kept)
+            await self.calls.record(number, answer.response, text, turns, kept)
             answers.append(answer)
         return answers
+
+    def _read(
+        self, number: int, whole: LLMResponse, request: ChatRequest, *, offered: bool, opened: bool
+    ) -> tuple[Answer, str]:
+        """What an agent reads of an answer, and the answer's text; never raises."""
+        response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
+        reply = self.model.renderer.parse(response.output_tokens)
+        if len(reply.tool_calls) > 1 and not request.parallel:
+            response, _ = cut_at_stop(response, [END_OF_CALL], self.model.tokenizer)
+            reply = self.model.renderer.parse(response.output_tokens)
+        answer = read_answer(
+            number,
+            response,
+            reply,
+            offered=offered,
+            opened=opened,
+            stopped_by=stopped_by,
+            begun=bool(request.begun),
+        )
+        return answer, reply.text
+
+    async def refuse_longer(self, texts: Sequence[str]) -> None:
+        """Refuses texts that cannot fit, before a template or a digest is made of them.
+
+        Raises:
+            PromptTooLong: They are too long.
+        """
+        tokenizer = self.model.tokenizer
+        if (most := self.model.context_length or tokenizer.longest) is not None:
+            await apart(sum(map(len, texts)), tokenizer.refuse_longer, texts, most)
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        """Refuses ids before they are recorded: the ledger has no place for others."""
+        tokenizer = self.model.tokenizer
+        if prompt and not 0 <= min(prompt) <= max(prompt) < tokenizer.vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < tokenizer.vocab_size)
+            raise InvalidInput(f"token id {bad}: expected 0 to {tokenizer.vocab_size - 1}")
+        most = self.model.context_length or tokenizer.longest
+        if most is not None and len(prompt) >= most:
+            raise PromptTooLong(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {most}",
+                tokens=len(prompt),
+                limit=most,
+            )
 
     async def conversation(self, number: int) -> list[Message]:
         """Returns the messages up to and including an answer; empty if they were not kept."""
@@ -125,6 +212,20 @@ class Session:
             at = kept.after
         return [message for part in reversed(parts) for message in part]
 
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Returns the length of a request's prompt, rendered from its start; raises InvalidInput.
+
+        In a conversation that continues, the prompt may differ by the few tokens by which sampled
+        answers differ from rendered ones.
+        """
+        renderer = self.model.renderer.with_variables(request.variables)
+        return len(renderer.render(request.messages, request.tools, begun=request.begun))
+
+    async def answer_of(self, number: int) -> Message | None:
+        """Returns an answer as a message; None: it was not kept."""
+        content = await self.calls.kept(number)
+        return Kept.read(content).messages[-1] if content else None
+
     async def complete(
         self,
         prompt: Sequence[int],
@@ -132,20 +233,20 @@ class Session:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
         *,
-        retry: bool = False,
+        repeats: Repeats = _ONCE,
         on_delta: OnDelta | None = None,
     ) -> list[Answer]:
         """Answers token ids `n` times: tokens in, tokens out. Raises the errors of `chat`."""
         partials = [PartialAnswer(self.model.tokenizer, stop, plain=True) for _ in range(n)]
         first, responses = await self._sample(
-            list(prompt), partials, max_new_tokens, retry, on_delta
+            list(prompt), partials, max_new_tokens, repeats, on_delta
         )
         answers = []
         for number, whole in enumerate(responses, first):
             response, stopped_by = cut_at_stop(whole, stop, self.model.tokenizer)
             text = self.model.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-            await self.calls.record(number, response, text, "")
-            shown = text[: text.index(stopped_by)] if stopped_by else text
+            await self.calls.record(number, response, text, ())
+            shown = text.partition(stopped_by)[0] if stopped_by else text
             streamed = "", partials[number - first].content
             answers.append(
                 Answer(number, response, shown, stopped_by=stopped_by, streamed=streamed)
@@ -157,16 +258,17 @@ class Session:
         prompt: list[int],
         partials: Sequence[PartialAnswer],
         max_new_tokens: int | None,
-        retry: bool,
+        repeats: Repeats,
         on_delta: OnDelta | None,
         grammar: str = "",
     ) -> tuple[int, list[LLMResponse]]:
         """Returns the number of the first answer, and all answers, one for each of `partials`."""
+        self._check(prompt)
         n = len(partials)
         limit = self.model.gconfig.max_new_tokens
         limit = min(limit, max_new_tokens or limit)
         gconfig = replace(self.model.gconfig, n_samples=n, max_new_tokens=limit)
-        first = await self.calls.begin(prompt, n, retry=retry)
+        first = await self.calls.begin(prompt, n, repeats)
 
         def on_tokens(index: int, ids: Sequence[int]) -> None:
             reasoning, content = partials[index].update(ids)
@@ -197,10 +299,13 @@ class Session:
         return first, responses
 
     async def _prompt(
-        self, request: ChatRequest, history: History
+        self, request: ChatRequest, history: History, renderer: ChatRenderer, rest: int
     ) -> tuple[list[int], int | None, int]:
-        """The prompt's ids, which kept answer it extends, and how many messages that ends."""
-        messages, renderer = request.messages, self.model.renderer
+        """The prompt's ids, which kept answer it extends, and how many messages that ends.
+
+        `rest` is that of `_size_of_rest`.
+        """
+        messages = request.messages
         # Only what an answer ended can be extended, and only by what the model has not said.
         said = [i for i, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
         if said and messages[-1]["role"] != "assistant":
@@ -208,9 +313,25 @@ class Session:
             number = await self.calls.find(history.turns[old - 1], request.extends)
             if number is not None:
                 whole = await self.calls.whole(number)
-                whole += renderer.bridge(whole, messages[old:], request.tools)
+                new = messages[old:]
+                whole += await apart(
+                    rest + size_of(new), renderer.bridge, whole, new, request.tools, request.begun
+                )
                 content = await self.calls.kept(number) if request.keep else ""
                 if content and Kept.read(content).lead == request.lead:
                     return whole, number, old
                 return whole, None, 0
-        return renderer.render(messages, request.tools, add_generation_prompt=True), None, 0
+        rendered = await apart(
+            rest + size_of(messages),
+            renderer.render,
+            messages,
+            request.tools,
+            begun=request.begun,
+        )
+        return rendered, None, 0
+
+
+def _size_of_rest(request: ChatRequest) -> int:
+    """About how many characters a request has besides its messages."""
+    values = request.tools, request.variables, request.begun
+    return sum(map(len, strings(values)))

@@ -31,6 +31,8 @@ class Call:
     """Prompt, the very ids sampled, their logprobs and versions. No ids: it failed on the way."""
     retry: bool = False
     """The client's SDK says that this request repeats an earlier one, whose answer it never had."""
+    key: str = ""
+    """What the client says identifies the request, also when it is repeated; may be empty."""
     delivered: bool = True
     """All of the answer left for the client, as far as the server knows."""
     reward: float | None = None
@@ -49,6 +51,8 @@ class Merged:
     """For each trajectory the calls that its loss covers, as indexes."""
     orphans: list[int]
     """Calls whose answer was never used, since the SDK asked once more."""
+    dropped: int = 0
+    """How many of the orphans had an answer, which no trajectory contains."""
 
 
 def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:
@@ -73,7 +77,9 @@ def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:
             "reward: none was sent; expected a number, for the session or for an answer"
         )
     chains = _chains(kept, parents)
-    return Merged([_trajectory(calls, chain, outcome) for chain in chains], chains, sorted(orphans))
+    dropped = sum(bool(calls[i].response.output_tokens) for i in orphans)
+    trajectories = [_trajectory(calls, chain, outcome) for chain in chains]
+    return Merged(trajectories, chains, sorted(orphans), dropped)
 
 
 def _parents(calls: Sequence[Call]) -> list[int | None]:
@@ -99,21 +105,35 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def _orphans(calls: Sequence[Call], parents: Sequence[int | None]) -> set[int]:
-    """For each retry the call that it repeats: same prompt, before it, never extended.
-
-    One that is known not to have arrived, else the latest.
-    """
+    """For each repeated request the earlier call that it repeats: same prompt, never extended."""
     used = set(parents)
     orphans: set[int] = set()
     prompts: dict[bytes, list[int]] = {}
     for index, call in enumerate(calls):
         same = prompts.setdefault(_packed(call.response.input_tokens), [])
-        if call.retry:
-            candidates = [i for i in same if i not in used and i not in orphans]
-            lost = [i for i in candidates if not calls[i].delivered]
-            orphans.update((lost or candidates)[-1:])
+        if call.retry or call.key:
+            free = [i for i in same if i not in used and i not in orphans]
+            orphans.update(_repeated(calls, call, free)[-1:])
         same.append(index)
     return orphans
+
+
+def _repeated(calls: Sequence[Call], call: Call, free: Sequence[int]) -> list[int]:
+    """The calls one of which `call` may repeat, the likeliest last.
+
+    An answer that the agent has seen must stay: one with a reward, and one that was delivered,
+    unless the client itself says that this is the request that it repeats. A call without an answer
+    comes before all others, since nothing is lost with it; then a first try, before retries.
+    """
+    free = [i for i in free if calls[i].reward is None]
+    lost = [i for i in free if not (calls[i].delivered and calls[i].response.output_tokens)]
+    mine = [i for i in free if call.key and calls[i].key == call.key]
+    # A client may give all its requests one key. So without the SDK's word for it, a delivered
+    # answer is no proof of a repeated request.
+    found = [i for i in mine if i in lost] or (mine if call.retry else [])
+    if not found and call.retry:
+        found = [i for i in lost if not (call.key and calls[i].key)]
+    return sorted(found, key=lambda i: (not calls[i].response.output_tokens, not calls[i].retry, i))
 
 
 def _chains(kept: Sequence[int], parents: Sequence[int | None]) -> list[list[int]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from areal.agents.calls import Calls
 from areal.agents.endpoint import Endpoint
 from areal.agents.session import Model, Session
-from areal.errors import InvalidInput
+from areal.chassis.logging import get_logger
+from areal.errors import InvalidInput, WorkflowError
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Score, Trajectory
 from areal.workflows.base import InferenceEngine, RolloutWorkflow
 from areal.workflows.rendering import TemplateRenderer
@@ -18,6 +19,8 @@ from areal.workflows.rendering import TemplateRenderer
 Run = Callable[[dict[str, Any], str, str], Awaitable[float | None]]
 """`async def run(task, base_url, api_key)`: one attempt at a row; returns its reward: a number, or
 a `rubric(...)`."""
+OnError = Literal["fail", "drop", "zero"]
+"""What a failed attempt comes to."""
 
 
 class AgentWorkflow(RolloutWorkflow):
@@ -43,6 +46,9 @@ class AgentWorkflow(RolloutWorkflow):
         run: Run,
         gconfig: GenerationHyperparameters | None = None,
         template: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        on_error: OnError = "fail",
     ) -> None:
         """Checks and stores the arguments.
 
@@ -53,18 +59,37 @@ class AgentWorkflow(RolloutWorkflow):
             gconfig: Sampling parameters, which override the agent's own. `max_new_tokens` limits
                 each call. None means the defaults of `GenerationHyperparameters`.
             template: Variables for the chat template, such as `{"enable_thinking": False}`.
+            timeout_s: Seconds that one attempt may take; then it is cancelled, which counts as an
+                error of the attempt. None: only the episode's own time limit applies.
+            on_error: What an attempt comes to whose `run` raises an error or takes too long. "fail"
+                discards all attempts of the row, which is tried again; after three failures the
+                row becomes a dead letter. "drop" leaves the attempt out of its group. "zero" gives
+                it the reward 0, including answers that had a reward; an attempt without any answer
+                is dropped. If no attempt of the row is left, the row fails.
 
         Raises:
-            InvalidInput: `run` is not an async function.
+            InvalidInput: `run` is not an async function, or another argument is not as above.
         """
         if not inspect.iscoroutinefunction(run):
             raise InvalidInput(f"run {run!r}: expected an async function (task, base_url, api_key)")
+        if timeout_s is not None and not timeout_s > 0:
+            raise InvalidInput(f"timeout_s {timeout_s}: expected a number of seconds above 0")
+        if on_error not in get_args(OnError):
+            raise InvalidInput(
+                f"on_error {on_error!r}: expected one of {', '.join(get_args(OnError))}"
+            )
         self.run = run
+        self.timeout_s, self.on_error = timeout_s, on_error
         self.gconfig = gconfig or GenerationHyperparameters()
         self.template = template or {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        """Returns one group: the trajectories of `n_samples` concurrent runs of the agent."""
+        """Returns one group: the trajectories of `n_samples` concurrent runs of the agent.
+
+        Raises:
+            WorkflowError: No attempt is left; names the error of the first.
+        """
+        failures: list[Exception] = []
 
         async def generate(request: LLMRequest) -> list[LLMResponse]:
             return await engine.agenerate_group(request)
@@ -73,28 +98,60 @@ class AgentWorkflow(RolloutWorkflow):
         model = Model("areal", generate, engine.tokenizer, renderer, self.gconfig)
         async with Endpoint() as endpoint, asyncio.TaskGroup() as group:
             runs = [
-                group.create_task(self._attempt(model, endpoint, data, number))
+                group.create_task(self._attempt(model, endpoint, data, number, failures))
                 for number in range(self.gconfig.n_samples)
             ]
-        return [trajectory for one in runs for trajectory in one.result()]
+        trajectories = [trajectory for one in runs for trajectory in one.result()]
+        if failures and not trajectories:
+            raise WorkflowError(
+                f"AgentWorkflow: all {len(runs)} attempts failed; the first: {_named(failures[0])}"
+            ) from failures[0]
+        return trajectories
 
     async def _attempt(
-        self, model: Model, endpoint: Endpoint, data: dict[str, Any], number: int
+        self,
+        model: Model,
+        endpoint: Endpoint,
+        data: dict[str, Any],
+        number: int,
+        failures: list[Exception],
     ) -> list[Trajectory]:
-        """Returns the trajectories of one run."""
+        """Returns the trajectories of one run; adds its error if the group goes on without it."""
         calls = Calls()
         key = endpoint.open(session := Session(f"s{number}", model, calls))
         try:
-            reward = await self.run(dict(data), endpoint.base_url, key)
+            reward = await self._timed(dict(data), endpoint.base_url, key)
+            if session.failure is not None:
+                # The agent gave up on a model that could not answer; its reward says nothing.
+                raise session.failure
+            if reward is None:
+                return calls.merged(calls.outcome).trajectories
+            outcome = reward if isinstance(reward, Score) else float(reward)
+            return calls.merged(outcome).trajectories
         except Exception as error:
             if session.failure is not None:
                 # The agent fell over a model that could not answer: that is not its fault.
                 raise session.failure from error
-            raise
-        if session.failure is not None:
-            # The agent gave up on a model that could not answer; its reward says nothing.
-            raise session.failure
-        if reward is None:
-            return calls.merged(calls.outcome).trajectories
-        outcome = reward if isinstance(reward, Score) else float(reward)
-        return calls.merged(outcome).trajectories
+            if self.on_error == "fail":
+                raise
+            failures.append(error)
+            get_logger("areal.agents.workflow").warning(
+                "an attempt failed", attempt=number, on_error=self.on_error, error=_named(error)
+            )
+            return calls.zeros() if self.on_error == "zero" else []
+
+    async def _timed(self, data: dict[str, Any], base_url: str, key: str) -> float | None:
+        limit = asyncio.timeout(self.timeout_s)
+        try:
+            async with limit:
+                return await self.run(data, base_url, key)
+        except TimeoutError:
+            if not limit.expired():
+                raise  # one of the agent's own
+            raise WorkflowError(
+                f"run: the attempt took longer than timeout_s = {self.timeout_s:g} s"
+            ) from None
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -25,6 +25,7 @@ RETRY_KEY = "retry-after"
 STATUS_OF: dict[type[errors.ArealError], grpc.StatusCode] = {
     errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.PromptTooLong: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LeaseLost: grpc.StatusCode.FAILED_PRECONDITION,
@@ -145,7 +146,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self, error: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]
     ) -> tuple[grpc.StatusCode, str]:
         """Status and message for the client; one log line."""
-        message = str(error).encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
+        message = (
+            str(error)
+            .encode(errors="backslashreplace")[:_MAX_MESSAGE_BYTES]
+            .decode(errors="ignore")
+        )
         if isinstance(error, errors.ArealError):
             code = STATUS_OF.get(type(error), grpc.StatusCode.UNKNOWN)
             metadata = [(ERROR_KEY, type(error).__name__)]

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-import orjson
-
 from areal.clients.base import CallPolicy, Client, Policies
 from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.protocol.trajectories import row_json
@@ -59,7 +57,7 @@ class RewardClient(Client):
             reward=pb.RewardSpec(
                 recipe_digest=recipe_digest,
                 name=spec_name,
-                kwargs_json=orjson.dumps(dict(kwargs)).decode() if kwargs else "",
+                kwargs_json=row_json(dict(kwargs)) if kwargs else "",
             )
         )
         for item in items:

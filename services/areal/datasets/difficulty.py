@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from areal.datasets.loader import StatefulLoader
 from areal.errors import InvalidInput
+from areal.tokenizer.json_text import loads
 
 _INDEX = re.compile(r"-(\d+)\Z")
 
@@ -106,7 +106,7 @@ def _pass_rates(file: Path, count: int) -> dict[int, float]:
     rates = {}
     for number, line in enumerate(lines, 1):
         try:
-            answered = orjson.loads(line)
+            answered = loads(line)
             index = int(_INDEX.search(answered["task_id"])[1])  # type: ignore[index]
             rewards = [float(each["reward"]) for each in answered["answers"]]
             if "failed" in answered:  # nothing is known of how hard the row is

@@ -18,7 +18,7 @@ import zstandard
 
 from areal import images
 from areal.errors import InvalidInput
-from areal.tokenizer.json_text import dumps, loads
+from areal.tokenizer.json_text import TooDeep, dumps, loads
 from areal.types import (
     Purpose,
     StopReason,
@@ -90,9 +90,6 @@ TRAJECTORY_ARRAYS = {
     "token_versions": "int32",
     "rewards": "float32",
 }
-# Levels of nesting that orjson writes, and how many of them a client's JSON may take: it is
-# written inside of records and answers.
-_WRITER_DEPTH, _MAX_DEPTH = 254, 200
 _ARRAY_DTYPES = {
     name: np.dtype(dtype).newbyteorder("<") for name, dtype in TRAJECTORY_ARRAYS.items()
 }
@@ -342,21 +339,12 @@ def parse_json_object(text: str, field: str) -> dict[str, Any]:
     """Parses a JSON object; raises InvalidInput naming the field."""
     try:
         value = loads(text or "{}")
+    except TooDeep as error:
+        raise InvalidInput(f"{field}: {error}") from None
     except ValueError as error:
         raise InvalidInput(f"{field}: not JSON ({error})") from None
     if not isinstance(value, dict):
         raise InvalidInput(f"{field}: expected a JSON object, got {type(value).__name__}")
-    # What is read here is written again later, and the writer knows fewer levels.
-    if text.count("{") + text.count("[") > _MAX_DEPTH:
-        inside: Any = value
-        for _ in range(_WRITER_DEPTH - _MAX_DEPTH):
-            inside = [inside]
-        try:
-            dumps(inside)
-        except orjson.JSONEncodeError:
-            raise InvalidInput(
-                f"{field}: nested too deep, expected {_MAX_DEPTH} levels at most"
-            ) from None
     return value
 
 

@@ -1678,6 +1678,7 @@ class SessionPrompt(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RETRY_FIELD_NUMBER: _builtins.int
     CALL_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_KEY_FIELD_NUMBER: _builtins.int
     extends: _builtins.int
     """Number of the call that this prompt extends: it begins with that call's prompt and answer.
     Absent: none.
@@ -1686,6 +1687,10 @@ class SessionPrompt(_message.Message):
     """Whether the client's SDK marked the request as a retry."""
     call_id: _builtins.str
     """Unique to this request, which makes `SessionBegin` idempotent."""
+    request_key: _builtins.str
+    """What the client says identifies the request, also when it sends the request again (a digest of
+    its Idempotency-Key or X-Client-Request-Id); may be empty.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The token ids after that beginning."""
@@ -1697,10 +1702,11 @@ class SessionPrompt(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         retry: _builtins.bool = ...,
         call_id: _builtins.str = ...,
+        request_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_extends", b"_extends", "extends", b"extends"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extends", b"_extends", "call_id", b"call_id", "extends", b"extends", "retry", b"retry", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extends", b"_extends", "call_id", b"call_id", "extends", b"extends", "request_key", b"request_key", "retry", b"retry", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__extends: _TypeAlias = _typing.Literal["extends"]  # noqa: Y015
     _WhichOneofArgType__extends: _TypeAlias = _typing.Literal["_extends", b"_extends"]  # noqa: Y015
@@ -1721,6 +1727,7 @@ class SessionAnswer(_message.Message):
     KEPT_FIELD_NUMBER: _builtins.int
     LATENCY_S_FIELD_NUMBER: _builtins.int
     SERVERS_FIELD_NUMBER: _builtins.int
+    TURNS_TOO_FIELD_NUMBER: _builtins.int
     stop_reason: _builtins.str
     text: _builtins.str
     turn: _builtins.str
@@ -1738,6 +1745,10 @@ class SessionAnswer(_message.Message):
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def turns_too(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Digests of the same conversation as clients may also send it back."""
+
     def __init__(
         self,
         *,
@@ -1750,10 +1761,11 @@ class SessionAnswer(_message.Message):
         kept: _builtins.str = ...,
         latency_s: _builtins.float = ...,
         servers: _abc.Iterable[_builtins.str] | None = ...,
+        turns_too: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "latency_s", b"latency_s", "logprobs", b"logprobs", "servers", b"servers", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "latency_s", b"latency_s", "logprobs", b"logprobs", "servers", b"servers", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "turns_too", b"turns_too", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1788,9 +1800,12 @@ class SessionCall(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
+    DELIVERED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Numbers start at 0, in the order of arrival."""
     reward: _builtins.float
+    delivered: _builtins.bool
+    """Whether all of the answer was sent to the client. Left out if the reader already has the call."""
     @_builtins.property
     def prompt(self) -> Global___SessionPrompt:
         """Absent: the same as the previous call's, or the reader already has it."""
@@ -1811,10 +1826,11 @@ class SessionCall(_message.Message):
         answer: Global___SessionAnswer | None = ...,
         reward: _builtins.float | None = ...,
         reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        delivered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "answer", b"answer", "prompt", b"prompt", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "answer", b"answer", "number", b"number", "prompt", b"prompt", "reward", b"reward", "reward_parts", b"reward_parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "answer", b"answer", "delivered", b"delivered", "number", b"number", "prompt", b"prompt", "reward", b"reward", "reward_parts", b"reward_parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -2017,6 +2033,32 @@ class SessionReward(_message.Message):
 Global___SessionReward: _TypeAlias = SessionReward  # noqa: Y015
 
 @_typing.final
+class SessionDelivered(_message.Message):
+    """Answers to one prompt, all of which were sent to the client."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    """`SessionPrompt.call_id` of their prompt."""
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "numbers", b"numbers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionDelivered: _TypeAlias = SessionDelivered  # noqa: Y015
+
+@_typing.final
 class SessionEnd(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2041,6 +2083,7 @@ class UpdateSessionRequest(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    DELIVERED_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     @_builtins.property
     def lease(self) -> Global___LeaseRef: ...
@@ -2052,6 +2095,8 @@ class UpdateSessionRequest(_message.Message):
     def reward(self) -> Global___SessionReward: ...
     @_builtins.property
     def end(self) -> Global___SessionEnd: ...
+    @_builtins.property
+    def delivered(self) -> Global___SessionDelivered: ...
     def __init__(
         self,
         *,
@@ -2061,12 +2106,13 @@ class UpdateSessionRequest(_message.Message):
         record: Global___SessionRecord | None = ...,
         reward: Global___SessionReward | None = ...,
         end: Global___SessionEnd | None = ...,
+        delivered: Global___SessionDelivered | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "lease", b"lease", "record", b"record", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "delivered", b"delivered", "end", b"end", "lease", b"lease", "record", b"record", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "begin", b"begin", "change", b"change", "end", b"end", "lease", b"lease", "record", b"record", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "begin", b"begin", "change", b"change", "delivered", b"delivered", "end", b"end", "lease", b"lease", "record", b"record", "reward", b"reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["begin", "record", "reward", "end"]  # noqa: Y015
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["begin", "record", "reward", "end", "delivered"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 

@@ -272,10 +272,15 @@ class CallSessionResponse(_message.Message):
     BODY_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     HEADERS_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
     status: _builtins.int
     body: _builtins.bytes
     stream: _builtins.bool
     """Whether the body is server-sent events."""
+    receipt: _builtins.bytes
+    """An UpdateSessionRequest that records the answers as delivered. The caller sends it to the buffer
+    once all of the body has been sent. Empty: there is nothing to record.
+    """
     @_builtins.property
     def headers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -285,10 +290,11 @@ class CallSessionResponse(_message.Message):
         body: _builtins.bytes = ...,
         stream: _builtins.bool = ...,
         headers: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        receipt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "headers", b"headers", "status", b"status", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "headers", b"headers", "receipt", b"receipt", "status", b"status", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from areal.errors import InvalidInput, WorkflowError
+from areal.errors import InvalidInput, PromptTooLong, WorkflowError
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Score, Trajectory
 from areal.workflows.base import InferenceEngine, RolloutWorkflow
 from areal.workflows.conversation import Conversation
 from areal.workflows.gyms import find_environment
+from areal.workflows.large_text import apart, size_of
 from areal.workflows.rendering import Message, TemplateRenderer
 from areal.workflows.threads import BlockingCalls, CallOverdue
 
@@ -110,7 +111,11 @@ class EnvWorkflow(RolloutWorkflow):
                 worlds.append(await self._wait("start", self.make, **self.options))
             firsts = [await self._wait("reset", world.reset, dict(data)) for world in worlds]
             renderer = TemplateRenderer(engine.tokenizer, **self.template)
-            chats = [Conversation(renderer, self._opening(first)) for first in firsts]
+            openings = [self._opening(first) for first in firsts]
+            chats = [
+                await apart(size_of(opening), Conversation, renderer, opening)
+                for opening in openings
+            ]
             answers: list[LLMResponse | None] = [None] * len(chats)
             if len(set(firsts)) == 1:  # one request for all first answers
                 request = LLMRequest(chats[0].input_ids, self.gconfig)
@@ -143,13 +148,17 @@ class EnvWorkflow(RolloutWorkflow):
                 except InvalidInput:
                     if not rewards:
                         raise
-                    break  # the context is full: the answers that there are count
+                    break  # likewise
             reply, response = chat.add_response(response), None
             observation, reward, ended = await self._wait("step", world.step, reply.text)
             rewards.append(reward if isinstance(reward, Score) else float(reward))
             if ended or len(rewards) == self.max_turns:
                 break
-            chat.add_messages({"role": "user", "content": observation})
+            said: Message = {"role": "user", "content": observation}
+            try:
+                await apart(size_of([said]), chat.add_messages, said)
+            except PromptTooLong:  # the context is full: the answers that there are count
+                break
         return chat.trajectory(rewards)
 
     async def _wait(self, what: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:

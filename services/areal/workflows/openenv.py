@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from areal.errors import InvalidInput, Unavailable, WorkflowError
+from areal.tokenizer.json_text import dumps, loads
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class OpenEnv:
             sent: Any = {self._action: action}
         else:
             try:
-                sent = json.loads(action)
+                sent = loads(action)
             except ValueError:
                 sent = None
             if not isinstance(sent, dict):
@@ -92,7 +93,7 @@ class OpenEnv:
         self._asking = asyncio.current_task()
         try:
             socket = self._socket or await self._connect()
-            await socket.send_str(json.dumps({"type": kind, "data": data}))
+            await socket.send_str(dumps({"type": kind, "data": data}).decode())
             message = await socket.receive()
         except (aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"{self._url}: {kind}: {error}") from None

@@ -15,29 +15,18 @@ MiniMax drop their reasoning) cannot change what was sampled.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
+from areal.workflows.large_text import texts_shown
+from areal.workflows.tool_text import ToolCall, read_calls
 
 Message = dict[str, Any]
 """{"role": "user", "content": "…"}, with what the chat template knows besides ("tool_call_id")."""
-
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_GLM_CALL = re.compile(r"<tool_call>\s*([\w.-]+)\s*((?:<arg_key>.*?)?)</tool_call>", re.DOTALL)
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A function that the model asks for."""
-
-    name: str
-    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,11 +58,19 @@ class ChatRenderer(Protocol):
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
+        begun: str = "",
     ) -> list[int]:
         """Returns the token ids of a conversation that has no sampled answer yet.
 
+        Args:
+            messages: The conversation.
+            tools: What the model may call.
+            add_generation_prompt: Whether the header of an answer follows.
+            begun: How the answer begins; the model continues it.
+
         Raises:
             InvalidInput: The chat format has no place for these messages.
+            PromptTooLong: They cannot fit the model's context.
         """
         ...
 
@@ -82,6 +79,7 @@ class ChatRenderer(Protocol):
         history: Sequence[int],
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
+        begun: str = "",
     ) -> list[int]:
         """Returns the ids between `history`, which ends with a sampled answer, and the next answer.
 
@@ -90,14 +88,20 @@ class ChatRenderer(Protocol):
                 the last id) or been cut (the bridge then ends it).
             messages: The next messages; none has the role assistant.
             tools: As in `render`.
+            begun: As in `render`.
 
         Raises:
             InvalidInput: They cannot be appended without changing what came before.
+            PromptTooLong: They cannot fit the model's context.
         """
         ...
 
     def parse(self, ids: Sequence[int]) -> Reply:
         """Reads the ids of one sampled answer."""
+        ...
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatRenderer:
+        """Returns a renderer with more variables for the chat template."""
         ...
 
 
@@ -124,8 +128,13 @@ class TemplateRenderer:
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
+        begun: str = "",
     ) -> list[int]:
         """See `ChatRenderer`."""
+        self._refuse_longer(messages, begun)
+        if begun:
+            text = self._opened(messages, _marker(), tools) + begun
+            return self._tokenizer.encode(text, add_special_tokens=False)
         return self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
@@ -138,9 +147,11 @@ class TemplateRenderer:
         history: Sequence[int],
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
+        begun: str = "",
     ) -> list[int]:
         """See `ChatRenderer`. Costs two to four renders of the new messages alone."""
-        close, following = self._after_answer(messages, tools)
+        self._refuse_longer(messages, begun)
+        close, following = self._after_answer(messages, tools, begun)
         ids = self._tokenizer.encode(following, add_special_tokens=False)
         last = history[-1] if history else None
         if not ids or last is None or not self._tokenizer.is_special(ids[0]):
@@ -150,19 +161,28 @@ class TemplateRenderer:
         ended_otherwise = bool(close) and last in self._tokenizer.eos_token_ids
         return ids[1:] if ids[0] == last or ended_otherwise else ids
 
+    def with_variables(self, variables: Mapping[str, Any]) -> TemplateRenderer:
+        """Returns a renderer with more variables for the template, which replace its own."""
+        return TemplateRenderer(self._tokenizer, **{**self._variables, **variables})
+
     def parse(self, ids: Sequence[int]) -> Reply:
         """See `ChatRenderer`; knows the tool calls of Qwen, Hermes, Llama 3 and GLM."""
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return Reply(text, tuple(_tool_calls(text)))
+        return Reply(text, read_calls(text))
+
+    def _refuse_longer(self, messages: Sequence[Message], begun: str) -> None:
+        """Before the template and the tokenizer work on messages that cannot fit."""
+        if (most := self._tokenizer.longest) is not None:
+            self._tokenizer.refuse_longer([*texts_shown(messages), begun], most)
 
     def _after_answer(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, begun: str
     ) -> tuple[str, str]:
         """(How the template ends an answer when nothing follows, all text up to the next answer).
 
         A tool's result follows an answer with a call in it, where the template can show that.
         """
-        marker = _marker([*messages, *(tools or ())])
+        marker = _marker()
         question: Message = {"role": "user", "content": "?"}
         answer: Message = {"role": "assistant", "content": marker}
         if self._close is None:
@@ -173,12 +193,12 @@ class TemplateRenderer:
             try:
                 calling = {**answer, "tool_calls": calls}
                 before = self._tail([question, calling], marker, tools)
-                after = self._following([question, calling], messages, marker, tools)
+                after = self._following([question, calling], messages, marker, tools, begun)
                 if after.startswith(before) and before.endswith(close):
                     return close, close + after.removeprefix(before)
             except InvalidInput:
                 pass  # it has no place for an answer's text beside a call, or for several calls
-        return close, self._following([question, answer], messages, marker, tools)
+        return close, self._following([question, answer], messages, marker, tools, begun)
 
     def _following(
         self,
@@ -186,9 +206,15 @@ class TemplateRenderer:
         messages: Sequence[Message],
         marker: str,
         tools: Sequence[Message] | None,
+        begun: str = "",
     ) -> str:
         """The text after the marker, with every message in it."""
-        text = self._tail([*before, *messages], marker, tools, True)
+        if begun:
+            mark = _marker()
+            opened = self._opened([*before, *messages], mark, tools)
+            text = opened.rpartition(marker)[2] + begun
+        else:
+            text = self._tail([*before, *messages], marker, tools, True)
         for index, message in enumerate(messages):
             content = message.get("content")
             if not isinstance(content, str) or content.strip() in text:
@@ -202,6 +228,22 @@ class TemplateRenderer:
                     f"{message.get('role')!r}"
                 )
         return text
+
+    def _opened(
+        self, messages: Sequence[Message], marker: str, tools: Sequence[Message] | None
+    ) -> str:
+        """The text of a conversation and of the header of an answer that has begun already."""
+        answer: Message = {"role": "assistant", "content": marker}
+        text = self._tokenizer.render_chat(
+            [*messages, answer], tools=tools, add_generation_prompt=False, **self._variables
+        )
+        before, found, _ = text.rpartition(marker)
+        if not found:
+            raise InvalidInput(
+                "messages: the chat template leaves out the last message, which the model is to "
+                "continue"
+            )
+        return before
 
     def _tail(
         self,
@@ -222,43 +264,12 @@ class TemplateRenderer:
         return tail
 
 
-def _marker(messages: Sequence[Message]) -> str:
-    """A text that none of them has."""
-    known, marker = str(list(messages)), "AREAL-ANSWER"
-    while marker in known:
-        marker += "-X"
-    return marker
+def _marker() -> str:
+    """A text that no message has."""
+    return f"AREAL-ANSWER-{uuid.uuid4().hex}"
 
 
 def _call_of(message: Message) -> Message:
     """The call that a tool's result answers."""
     function: Message = {"name": message.get("name") or "tool", "arguments": {}}
     return {"id": message.get("tool_call_id", ""), "type": "function", "function": function}
-
-
-def _tool_calls(text: str) -> Iterator[ToolCall]:
-    """`<tool_call>{"name", "arguments"}</tool_call>`, or a whole text of {"name", "parameters"}.
-
-    GLM's: `<tool_call>name`, then `<arg_key>…</arg_key>` and `<arg_value>…</arg_value>` of each.
-    """
-    for name, arguments in _GLM_CALL.findall(text):
-        if not _GLM_ARGUMENT.sub("", arguments).strip():
-            yield ToolCall(name, {k: _value(v) for k, v in _GLM_ARGUMENT.findall(arguments)})
-    for source in _TOOL_CALL.findall(text) or [text.strip()]:
-        try:
-            call = json.loads(source)
-        except ValueError:
-            continue
-        if not isinstance(call, dict):
-            continue
-        arguments = call.get("arguments", call.get("parameters"))
-        if isinstance(call.get("name"), str) and isinstance(arguments, dict):
-            yield ToolCall(call["name"], arguments)
-
-
-def _value(text: str) -> Any:
-    """GLM writes strings as they are, and all else as JSON."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

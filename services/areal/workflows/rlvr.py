@@ -12,6 +12,7 @@ from areal.rewards import BUILTIN, builtin_reward
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, make_trajectory
+from areal.workflows.large_text import apart, size_of
 
 # Tokens that a server keeps free, and one for an answer.
 _RESERVED = 7
@@ -93,7 +94,9 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Returns one group: a trajectory for each of `n_samples` answers to one row."""
-        input_ids = self.prompt_ids(engine, data)
+        given = data.get("messages")
+        size = size_of(given if isinstance(given, list) else [{"content": data.get("prompt")}])
+        input_ids = await apart(size, self.prompt_ids, engine, data)
         request = LLMRequest(input_ids, self.gconfig, images=image_files(data))
         responses = await engine.agenerate_group(request)
         texts = engine.tokenizer.decode_batch(

@@ -30,6 +30,7 @@ from areal.recipe import (
     reference,
     source_of,
 )
+from areal.tokenizer.json_text import dumps, loads
 from areal.types import WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
 
@@ -90,7 +91,7 @@ def describe_workflow(workflow: RolloutWorkflow) -> WorkflowSpec:
     return WorkflowSpec(
         name=builtin.get(cls) or reference(cls),
         recipe_digest=recipe.digest if recipe is not None else "",
-        kwargs_json=orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS).decode(),
+        kwargs_json=dumps(kwargs, option=orjson.OPT_SORT_KEYS).decode(),
     )
 
 
@@ -145,8 +146,8 @@ def build_workflow(spec: WorkflowSpec, module: ModuleType | None) -> RolloutWork
     """
     cls = find_workflow(spec.name, module)
     try:
-        raw = orjson.loads(spec.kwargs_json or "{}")
-    except orjson.JSONDecodeError as error:
+        raw = loads(spec.kwargs_json or "{}")
+    except ValueError as error:
         raise InvalidInput(f"workflow {spec.name!r} kwargs_json: not JSON ({error})") from None
     if not isinstance(raw, dict):
         raise InvalidInput(f"workflow {spec.name!r} kwargs_json: expected a JSON object")

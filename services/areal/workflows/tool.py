@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, PromptTooLong
 from areal.types import (
     GenerationHyperparameters,
     LLMRequest,
@@ -16,6 +16,7 @@ from areal.types import (
 )
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow
 from areal.workflows.conversation import Conversation
+from areal.workflows.large_text import apart, size_of
 from areal.workflows.mcp_tools import Connection, check_server, connections
 from areal.workflows.multi_turn import row_messages
 from areal.workflows.rendering import TemplateRenderer
@@ -115,10 +116,13 @@ class ToolWorkflow(RolloutWorkflow):
                 break
             calls = (self.calls.run(call, connected) for call in reply.tool_calls)
             results = await asyncio.gather(*calls)
-            chat.add_messages(*results)
+            try:
+                await apart(size_of(results), chat.add_messages, *results)
+            except PromptTooLong:  # the context is full: the answers that there are count
+                break
             try:
                 response = await engine.agenerate(LLMRequest(chat.input_ids, self.gconfig))
-            except InvalidInput:  # the context is full: the answers that there are count
+            except InvalidInput:  # likewise
                 break
         [reward] = await engine.score(
             self.reward_fn, completions=[reply.text], data=data, prompt=prompt

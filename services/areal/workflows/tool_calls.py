@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from areal.errors import InvalidInput, Unavailable
 from areal.tokenizer.chat_template import plain_tools
 from areal.workflows.mcp_tools import Connection
-from areal.workflows.rendering import Message, ToolCall
+from areal.workflows.rendering import Message
 from areal.workflows.threads import BlockingCalls, TooManyHung
 from areal.workflows.tool_schema import arguments_of, schema_of
+from areal.workflows.tool_text import ToolCall
 
 
 class ToolCalls:
@@ -53,9 +54,9 @@ class ToolCalls:
         try:
             if call.name in remote:
                 async with asyncio.timeout(self._timeout_s):
-                    result: Any = await remote[call.name].call(call.name, call.arguments)
+                    result = str(await remote[call.name].call(call.name, call.arguments))
             elif call.name in self._functions:
-                result = await self._run(call)
+                result = str(await self._run(call))
             else:
                 known = ", ".join([*self._functions, *remote])
                 result = f"error: no tool {call.name!r}; expected one of {known}"
@@ -69,7 +70,7 @@ class ToolCalls:
             result = f"error: no result within {self._timeout_s:g} s"
         except Exception as error:
             result = f"error: {type(error).__name__}: {error}"
-        return {"role": "tool", "name": call.name, "content": str(result)}
+        return {"role": "tool", "name": call.name, "content": result}
 
     async def _run(self, call: ToolCall) -> Any:
         """Calls a function of the recipe."""

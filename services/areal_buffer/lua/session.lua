@@ -3,6 +3,7 @@
 --     number of the answer that it extends ('': none)
 --   record, number, answer, call id
 --   reward, number ('': of the attempt), value
+--   delivered, call id, numbers of answers…
 --   end
 -- Returns {number of the first answer, attempts that have not ended}.
 local task, token, attempt, what = task_or_fail(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
@@ -48,6 +49,14 @@ if what == 'begin' then
   end
 elseif what == 'end' then
   write('ended', '1')
+elseif what == 'delivered' then
+  for each = 6, #ARGV do
+    local first = call('HGET', key, ARGV[each] .. ':same') or ARGV[each]
+    if call('HGET', key, 'begun:' .. ARGV[5]) ~= first then
+      fail('NotFound', 'prompt of answer ' .. ARGV[each] .. ' of session ' .. task.id .. ': not in the ledger')
+    end
+    write(ARGV[each] .. ':delivered', '1')
+  end
 else
   local calls = tonumber(call('HGET', key, 'calls') or 0)
   if ARGV[5] ~= '' and tonumber(ARGV[5]) >= calls then

@@ -94,6 +94,7 @@ class _Chat:
             self._tokenizer,
             TemplateRenderer(self._tokenizer),
             _sampling(body_of(content), room),
+            context_length=room,
         )
         return Session(uuid.uuid4().hex, model, Calls())
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal.agents.splits import explain
 from areal.chassis.files import replacing
 from areal.config.services import in_object_store
 from areal.errors import InvalidInput, NotFound
@@ -166,13 +167,16 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
     console = make_console(highlight=False)
     for attempt in by_attempt(group).values():
         first = attempt[0]
+        sampled = [one for one in attempt if one.reward is not None]
+        turns = [folder.turns(one) for one in sampled]
+        splits = explain([[(t["sampled"], t["text"]) for t in each] for each in turns])
         step = f"step {first.step}"
         if first.cause is not None:
             step = f"{first.outcome} before {step}: {first.cause}"
-        console.print(visible(f"{task_id}, {step}"), soft_wrap=True)
-        for one in (one for one in attempt if one.reward is not None):
+        console.print(visible(f"{task_id}, {step}"), soft_wrap=True, markup=False)
+        for one, its_turns, split in zip(sampled, turns, splits, strict=True):
             text = Text()
-            for turn in folder.turns(one):
+            for turn in its_turns:
                 text.append(visible(turn["text"]), "bold" if turn["sampled"] else "bright_black")
             console.print(
                 Panel(
@@ -184,6 +188,9 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
                     border_style="blue",
                 )
             )
+            if split:
+                line = f"sample {one.sample} continues no earlier one, since it differs {split}"
+                console.print(visible(line), style="yellow", soft_wrap=True, markup=False)
         if first.episode_s:
             console.print(
                 f"{first.queued_s:.1f} s in the queue, {first.episode_s:.1f} s in the workflow, "

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from areal import images
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, PromptTooLong
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
 
 _FINAL = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
@@ -53,9 +53,11 @@ class ModelLimits:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise InvalidInput(f"input_ids: token id {bad} is outside 0..{self.vocab_size - 1}")
         if self.room(len(ids)) < 1:
-            raise InvalidInput(
+            raise PromptTooLong(
                 f"input_ids: a prompt of {len(ids)} tokens leaves no room in a context of "
-                f"{self.context_length}"
+                f"{self.context_length}",
+                tokens=len(ids),
+                limit=self.context_length,
             )
         if request.gconfig.max_new_tokens < 1:
             raise InvalidInput(

@@ -22,6 +22,7 @@ from areal.errors import (
     Unavailable,
     WaitTimeout,
 )
+from areal.tokenizer.json_text import loads
 
 _END = 2
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -75,8 +76,8 @@ async def messages(request: web.Request) -> AsyncIterator[Json]:
 def parse(body: bytes) -> Json:
     """Returns a JSON object; raises InvalidInput for anything else."""
     try:
-        message = json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
+        message = loads(body or b"{}")
+    except ValueError as error:
         raise InvalidInput(f"body: {error}: expected a JSON object") from None
     if not isinstance(message, dict):
         raise InvalidInput("body: expected a JSON object")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -13,13 +14,18 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from areal.chassis.waits import Waits
-from areal.errors import CapacityExceeded, NotFound
+from areal.errors import CapacityExceeded, LeaseLost, NotFound, Unavailable
 from areal.security import Security
 from areal.types import Purpose, Task
-from areal.v1.buffer_service_pb2 import GetSessionResponse, OpenSessionResponse
+from areal.v1.buffer_service_pb2 import (
+    GetSessionResponse,
+    OpenSessionResponse,
+    SessionDelivered,
+    UpdateSessionRequest,
+)
 from areal.v1.rollout_service_pb2 import CallSessionRequest, CallSessionResponse
 from areal_gateway import agents, rest
-from areal_gateway.app import build_app
+from areal_gateway.app import Json, build_app
 from areal_gateway.config import GatewayConfig
 from areal_gateway.login import Sessions
 from areal_gateway.metrics import GatewayMetrics
@@ -35,6 +41,7 @@ class Ledger:
         self.full = ""
         self.keys: dict[tuple[str, int], str] = {("s", 0): "sk-1"}
         self.asked = 0
+        self.updates: list[UpdateSessionRequest] = []
 
     async def get(self, task_id: str, attempt: int, known: object = None) -> GetSessionResponse:
         self.asked += 1
@@ -42,6 +49,9 @@ class Ledger:
         if key is None:
             raise NotFound(f"session {task_id}-{attempt}: unknown")
         return GetSessionResponse(key_digest=hashlib.sha256(key.encode()).hexdigest())
+
+    async def update(self, request: UpdateSessionRequest) -> None:
+        self.updates.append(request)
 
     async def open(
         self, task: Task, key_digests: list[str], idle_s: float, salt: bytes
@@ -55,6 +65,9 @@ class Ledger:
 class Worker:
     """Answers every call, and keeps them."""
 
+    receipt = b""
+    breaks = False
+
     def __init__(self) -> None:
         self.calls: list[tuple[CallSessionRequest, float]] = []
 
@@ -63,8 +76,14 @@ class Worker:
     ) -> AsyncGenerator[CallSessionResponse]:
         self.calls.append((request, wait_s))
         yield CallSessionResponse(
-            status=418, body=b"data: 1\n\n", stream=True, headers={"Retry-After": "7"}
+            status=418,
+            body=b"data: 1\n\n",
+            stream=True,
+            headers={"Retry-After": "7"},
+            receipt=self.receipt,
         )
+        if self.breaks:
+            raise Unavailable("the worker died")
         yield CallSessionResponse(body=b"data: 2\n\n")
 
 
@@ -142,6 +161,25 @@ async def test_open_when_there_is_no_room_then_429_says_when(gateway):
     ledger.full = "admission: 4 running; try again in 1.5 s"
     reply = await http.post("/v1/sessions", headers=OURS)
     assert (reply.status_code, reply.headers["Retry-After"]) == (429, "2")
+
+
+async def test_answer_when_all_of_it_was_sent_then_its_receipt_is_stored_and_else_not(gateway):
+    http, ledger, worker = gateway
+    delivered = SessionDelivered(call_id="c", numbers=[3, 4])
+    worker.receipt = UpdateSessionRequest(delivered=delivered).SerializeToString()
+    await http.post("/sessions/s-0/v1/messages", content=b"{}")
+    assert [update.delivered for update in ledger.updates] == [delivered]
+    worker.breaks = True
+    reply = await http.post("/sessions/s-0/v1/messages", content=b"{}")
+    assert reply.content.startswith(b"data: 1\n\nevent: error\n")
+    assert len(ledger.updates) == 1
+
+
+async def test_call_when_its_client_names_it_then_the_name_is_passed_on(gateway):
+    http, _, worker = gateway
+    for name in ("Idempotency-Key", "X-Client-Request-Id", "api-key"):
+        await http.post("/sessions/s-0/v1/messages", content=b"{}", headers={name: "x"})
+        assert dict(worker.calls[-1][0].headers) == {name.lower(): "x"}
 
 
 async def test_call_when_it_has_no_token_of_the_gateway_then_passed_on_with_its_own_key(gateway):
@@ -302,3 +340,101 @@ def test_models_when_a_field_is_any_object_then_it_is_checked_that_it_can_be_kep
         for name, field in model.model_fields.items():
             if "Any" in str(field.annotation):
                 assert rest._travels in [getattr(m, "func", None) for m in field.metadata], name
+
+
+class Failing(Worker):
+    """Fails before its answer, or in the middle of it."""
+
+    def __init__(self, error: Exception, after: int) -> None:
+        super().__init__()
+        self.error, self.after = error, after
+
+    async def call_session(
+        self, request: CallSessionRequest, *, wait_s: float
+    ) -> AsyncGenerator[CallSessionResponse]:
+        for _ in range(self.after):
+            yield CallSessionResponse(status=200, body=b"data: 1\n\n", stream=True)
+        raise self.error
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "completions", "responses", "messages"])
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (Unavailable("the worker is away"), 503, "overloaded_error"),
+        (CapacityExceeded("full; try again in 1.5 s"), 429, "rate_limit_error"),
+        (LeaseLost("it has ended"), 410, "session_ended"),
+        (ZeroDivisionError("secret"), 500, ""),
+    ],
+)
+async def test_call_when_it_fails_at_the_gateway_then_the_format_is_that_of_the_api(
+    api, error, status, kind
+):
+    transport = httpx.ASGITransport(app_of(Ledger(), Failing(error, 0)), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gate") as http:
+        reply = await http.post(f"/sessions/s-0/v1/{api}", content=b"{}")
+    assert reply.status_code == status
+    body = reply.json()
+    expected = kind or ("api_error" if api == "messages" else "server_error")
+    assert body["error"]["type"] == expected
+    assert "secret" not in reply.text
+    assert (body.get("type") == "error") == (api == "messages")
+    assert reply.headers.get("Retry-After") == ("2" if status == 429 else None)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("api", ["chat/completions", "responses", "messages", "messages/x", ""])
+async def test_call_when_its_body_is_too_long_then_413_in_the_format_of_the_api(api, declared):
+    async def pieces() -> AsyncGenerator[bytes]:
+        for _ in range(4):
+            yield b"x" * 1000
+
+    path = f"/sessions/s-0/v1/{api}" if api else "/v1/tasks"
+    async with at_gateway(Ledger(), worker := Worker(), max_body_bytes=3000) as http:
+        content = b"x" * 4000 if declared else pieces()
+        json_ = {**OURS, "Content-Type": "application/json"}
+        reply = await http.post(path, content=content, headers=json_)
+        assert (await http.post(path, content=b"x" * 3000, headers=json_)).status_code != 413
+    assert reply.status_code == 413
+    error = reply.json()["error"]
+    if api:
+        assert error["type"] == "request_too_large"
+        assert (reply.json().get("type") == "error") == api.startswith("messages")
+        error = error["message"]
+    assert "body: expected at most 3000 bytes" in error
+    assert len(worker.calls) == bool(api)
+
+
+@pytest.mark.parametrize(("api", "named"), [("chat/completions", False), ("messages", True)])
+@pytest.mark.parametrize("error", [Unavailable("away"), ZeroDivisionError("secret")])
+async def test_stream_when_it_breaks_then_its_last_event_is_the_error(api, named, error):
+    async with at_gateway(Ledger(), Failing(error, 1)) as http:
+        reply = await http.post(f"/sessions/s-0/v1/{api}", content=b"{}")
+    first, last = reply.text.strip().split("\n\n")
+    assert first == "data: 1"
+    assert last.startswith("event: error\ndata: " if named else "data: ")
+    assert "error" in json.loads(last.partition("data: ")[2])
+    assert "secret" not in last
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b'{"task": {"a": 123456789012345678901234567890}}', 200),
+        (b'{"task": {"a": "\\ud800"}}', 400),
+        (b'{"task": {"\\ud800": 1}}', 400),
+        (b'{"\\ud800": 1}', 400),
+        (b'{"task": {"a": ' + b"[" * 300 + b"]" * 300 + b"}}", 400),
+        (b'{"task": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}", 400),
+    ],
+)
+async def test_open_when_the_task_has_unusual_json_then_kept_or_refused(gateway, content, status):
+    http, ledger, _ = gateway
+    headers = {**OURS, "Content-Type": "application/json"}
+    reply = await http.post("/v1/sessions", content=content, headers=headers)
+    assert reply.status_code == status, reply.text
+    assert len(ledger.opened) == (status == 200)
+
+
+def test_answer_when_it_has_a_long_integer_then_it_is_written_digit_for_digit():
+    assert Json({"a": 3**90}).body == b'{"a":%d}' % 3**90

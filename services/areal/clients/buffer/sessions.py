@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from areal.clients.base import to_duration
 from areal.clients.buffer.connection import Role
@@ -22,11 +22,6 @@ def place_of(session_id: str) -> tuple[str, int]:
     if not task_id or not _ATTEMPT.fullmatch(attempt):
         raise NotFound(f"session {session_id[:80]!r}: unknown")
     return task_id, int(attempt)
-
-
-def key_in(headers: Mapping[str, str]) -> str:
-    """Returns the API key of an agent's request, by lower-case names; "" if it has none."""
-    return headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
 
 
 class BufferSessions(Role):

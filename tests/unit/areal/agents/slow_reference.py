@@ -35,8 +35,14 @@ def merged(calls: list[Call]) -> tuple[list[tuple[list[int], list[int]]], list[i
             and j not in used
             and j not in orphans
         ]
-        if c.retry and options:
-            orphans.append(max(options, key=lambda j: (not calls[j].delivered, j)))
+        options = [j for j in options if calls[j].reward is None and may_repeat(c, calls[j])]
+        named = [j for j in options if c.key and calls[j].key == c.key]
+        surely = [j for j in named if unseen(calls[j])]
+        if options := surely or named or options:
+            order = {
+                j: (not calls[j].response.output_tokens, not calls[j].retry, j) for j in options
+            }
+            orphans.append(max(order, key=order.__getitem__))
     alive = [i for i, c in enumerate(calls) if c.response.output_tokens and i not in orphans]
 
     def path(i: int) -> list[int]:
@@ -50,6 +56,18 @@ def merged(calls: list[Call]) -> tuple[list[tuple[list[int], list[int]]], list[i
         owned.append(([i for i in one if i not in trained], wholes[one[-1]]))
         trained.update(one)
     return sorted(owned, key=lambda each: each[0][0]), sorted(orphans)
+
+
+def unseen(earlier: Call) -> bool:
+    """Whether the agent may not have had its answer."""
+    return not earlier.delivered or not earlier.response.output_tokens
+
+
+def may_repeat(later: Call, earlier: Call) -> bool:
+    """Whether one request may be another one again, with the same prompt."""
+    if later.key and later.key == earlier.key:
+        return later.retry or unseen(earlier)
+    return later.retry and unseen(earlier) and not (later.key and earlier.key)
 
 
 Message = dict[str, Any]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import openai
 import pytest
 from tests.unit.areal_rollout.fakes import Rig, lease
@@ -57,15 +59,16 @@ async def breaks(task, base_url, api_key):
     return float(task["nothing"])
 
 
-def workflow(run, **gconfig):
-    return AgentWorkflow(run, GenerationHyperparameters(**{"max_new_tokens": 4, **gconfig}))
+def workflow(run, options=None, **gconfig):
+    gconfig = GenerationHyperparameters(**{"max_new_tokens": 4, **gconfig})
+    return AgentWorkflow(run, gconfig, **(options or {}))
 
 
-async def ended(run, *, error=None, **gconfig):
+async def ended(run, *, error=None, options=None, **gconfig):
     """The ledger after one task."""
     rig = Rig()
     rig.generation.error = error
-    rig.workflows["rlvr"] = workflow(run, **gconfig)
+    rig.workflows["rlvr"] = workflow(run, options, **gconfig)
     async with rig:
         rig.ledger.add(lease("t1", reply="no"))
         await rig.ended(1)
@@ -146,3 +149,69 @@ def test_workflow_when_described_then_a_worker_rebuilds_it():
 def test_workflow_when_run_is_not_async_then_refused():
     with pytest.raises(InvalidInput, match="expected an async function"):
         AgentWorkflow(len)
+
+
+def some(*behaviors):
+    """An agent that calls the model and then does the next of these: a reward, an error, a wait."""
+    left = list(behaviors)
+
+    async def run(task, base_url, api_key):
+        behavior = left.pop(0)
+        if behavior == "silent":
+            return 1.0
+        await posts_its_reward(task, base_url, api_key)
+        if isinstance(behavior, Exception):
+            raise behavior
+        if behavior == "hangs":
+            await asyncio.Event().wait()
+        return behavior
+
+    return run
+
+
+@pytest.mark.parametrize("bad", [ValueError("no"), TimeoutError("its own"), "hangs"])
+@pytest.mark.parametrize(
+    ("on_error", "rewards"), [("drop", [0.25, 0.5]), ("zero", [0, 0.25, 0.5]), ("fail", None)]
+)
+async def test_attempt_when_it_fails_or_hangs_then_the_group_is_made_as_the_recipe_says(
+    bad, on_error, rewards
+):
+    options = {"on_error": on_error, "timeout_s": 2.0 if bad == "hangs" else None}
+    ledger = await ended(some(0.25, bad, 0.5), options=options, n_samples=3)
+    if rewards is None:
+        [(cause, more)] = ledger.returned.values()
+        assert cause is ReturnCause.WORKFLOW_ERROR
+        assert ("timeout_s = 2 s" if bad == "hangs" else str(bad)) in more["detail"]
+        return
+    [group] = ledger.completed.values()
+    assert sorted(trajectory.reward for trajectory in group.trajectories) == rewards
+
+
+@pytest.mark.parametrize("on_error", ["drop", "zero"])
+async def test_attempts_when_none_is_left_then_the_row_fails_with_the_first_error(on_error):
+    bad = ["silent", "silent"] if on_error == "zero" else [ValueError("no"), ValueError("no")]
+    ledger = await ended(some(*bad), options={"on_error": on_error}, n_samples=2)
+    [(cause, more)] = ledger.returned.values()
+    assert cause is ReturnCause.WORKFLOW_ERROR
+    said = "ValueError: no" if on_error == "drop" else "no token was sampled"
+    assert "AgentWorkflow: all 2 attempts failed; the first: " in more["detail"]
+    assert said in more["detail"]
+
+
+async def test_model_when_away_then_no_attempt_is_dropped_for_it():
+    ledger = await ended(two_turns, error=Unavailable("no server"), options={"on_error": "drop"})
+    [(cause, more)] = ledger.returned.values()
+    assert (cause, more["detail"]) == (ReturnCause.INFRASTRUCTURE, "no server")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"timeout_s": 0}, "timeout_s 0: expected a number of seconds above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s nan: expected"),
+        ({"on_error": "ignore"}, "on_error 'ignore': expected one of fail, drop, zero"),
+    ],
+)
+def test_workflow_when_an_option_is_wrong_then_refused_in_one_line(options, said):
+    with pytest.raises(InvalidInput, match=said):
+        workflow(two_turns, options)

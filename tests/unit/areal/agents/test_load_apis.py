@@ -40,6 +40,7 @@ async def test_first_request_when_the_sdk_is_not_imported_then_a_thread_imports_
         return cast(Session, None)
 
     monkeypatch.setattr(routes, "load_apis", note)
+    monkeypatch.setattr(routes, "_LAST", "areal.agents.not_imported")
     reply = await routes.handle(find, "POST", "/v1/chat/completions", {}, b"{}")
     assert reply.status == 400
     assert threads

@@ -219,7 +219,7 @@ async def test_logprobs_when_included_then_those_of_the_sampler():
     [
         ({"input": []}, "input: expected at least one item"),
         ({"input": 3}, "input: expected a list"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].type 'item_reference'"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, r"input\[0\].type 'computer_call'"),
         ({"input": [{"role": "bot", "content": ""}]}, r"input\[0\].role 'bot'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -231,8 +231,8 @@ async def test_logprobs_when_included_then_those_of_the_sampler():
         ({"truncation": "auto"}, "truncation 'auto'"),
         ({"max_output_tokens": 0}, "max_output_tokens 0: expected 1"),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
-            r"input\[0\].arguments: not JSON",
+            {"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]},
+            r"input\[0\].name: expected a string",
         ),
     ],
 )

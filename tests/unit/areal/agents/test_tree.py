@@ -61,7 +61,9 @@ def test_parts_when_they_add_up_to_0_then_every_trajectory_has_them():
 
 
 def test_retry_when_the_first_answer_was_never_used_then_it_is_dropped():
-    merged = merge([call([1], [2]), call([1], [3], retry=True), call([1, 3, 4], [5])], 1)
+    merged = merge(
+        [call([1], [2], delivered=False), call([1], [3], retry=True), call([1, 3, 4], [5])], 1
+    )
     assert (merged.orphans, merged.chains) == ([0], [[1, 2]])
 
 
@@ -73,6 +75,52 @@ def test_retry_when_the_first_answer_was_used_after_all_then_it_stays():
 def test_retry_when_one_of_two_samples_did_not_arrive_then_the_other_stays():
     calls = [call([1], [2], delivered=False), call([1], [3]), call([1], [4], retry=True)]
     assert merge(calls, 1).orphans == [0]
+
+
+def lost(prompt, output, **fields):
+    return call(prompt, output, delivered=False, **fields)
+
+
+def test_retries_when_the_gateway_died_under_four_equal_requests_then_four_answers_stay():
+    died = [lost([1], []) for _ in range(4)]
+    again = [lost([1], [7 + i], retry=True, reward=i / 4) for i in range(4)]
+    merged = merge([*died, *again])
+    assert merged.chains == [[4], [5], [6], [7]]
+    assert [t.reward for t in merged.trajectories] == [0.0, 0.25, 0.5, 0.75]
+    assert (merged.orphans, merged.dropped) == ([0, 1, 2, 3], 0)
+    # The same without rewards, when some had been answered, and one answer had arrived.
+    died = [lost([1], [3]), call([1], [4]), lost([1], [5]), lost([1], [])]
+    again = [lost([1], [7 + i], retry=True) for i in range(3)]
+    merged = merge([*died, *again], 1)
+    assert (merged.chains, merged.dropped) == ([[1], [4], [5], [6]], 2)
+
+
+@pytest.mark.parametrize("known", [{"delivered": True}, {"reward": 0.0, "delivered": False}])
+def test_retry_when_only_an_answer_that_was_used_is_like_it_then_both_stay(known):
+    """The first request was refused before it was recorded, or its record was lost."""
+    merged = merge([call([1], [2], **known), call([1], [3], retry=True)], 1)
+    assert (merged.orphans, merged.chains) == ([], [[0], [1]])
+
+
+def test_retry_when_one_call_has_no_answer_then_that_is_the_one_that_it_repeats():
+    merged = merge([lost([1], []), lost([1], [2]), lost([1], [3], retry=True)], 1)
+    assert (merged.orphans, merged.chains) == ([0], [[1], [2]])
+
+
+def test_repeated_request_when_it_has_a_key_then_exactly_the_call_of_that_key_is_dropped():
+    calls = [lost([1], [2], key="a"), lost([1], [3], key="b"), lost([1], [4], key="a", retry=True)]
+    assert merge(calls, 1).orphans == [0]
+    # Another SDK, which does not count its retries; and the answer had left the server.
+    assert merge([*calls[:2], lost([1], [4], key="a")], 1).orphans == [0]
+    sent = call([1], [2], key="a")
+    assert merge([sent, calls[1], calls[2]], 1).orphans == [0]
+    # None has its key, and those of other keys are other requests.
+    assert merge([*calls[:2], lost([1], [4], key="c", retry=True)], 1).orphans == []
+
+
+def test_equal_requests_when_the_client_gives_all_one_key_then_delivered_answers_stay():
+    calls = [call([1], [2 + i], key="constant") for i in range(3)]
+    assert merge(calls, 1).chains == [[0], [1], [2]]
 
 
 def test_samples_when_no_retry_then_each_is_a_trajectory():
@@ -124,6 +172,7 @@ def sessions(draw):
             cut = draw(st.integers(1, len(before.input_tokens)))
             prompt = [*before.input_tokens[:cut], *draw(tokens)]
         flags = {name: draw(st.booleans()) for name in ("retry", "delivered")}
+        flags["key"] = draw(st.sampled_from(["", "", "a", "b"]))
         reward = draw(st.sampled_from([None, None, 0.5, -1.0]))
         calls.append(call(prompt, draw(tokens), len(calls), reward=reward, **flags))
     return calls

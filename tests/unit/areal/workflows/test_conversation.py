@@ -10,7 +10,8 @@ from areal.models.tiny import CHAT_TEMPLATE as TEMPLATE
 from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse, StopReason
 from areal.workflows.conversation import Conversation
-from areal.workflows.rendering import TemplateRenderer, ToolCall
+from areal.workflows.rendering import TemplateRenderer
+from areal.workflows.tool_text import ToolCall
 
 ASK = [{"role": "user", "content": "1+1="}]
 AGAIN = {"role": "user", "content": "no"}
