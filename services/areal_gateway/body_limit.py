@@ -20,15 +20,22 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "")
-        came, declared = 0, int(length) if length.isdecimal() else 0
+        told = length.isdecimal() and len(length) < 19
+        came, declared = 0, int(length) if told else 0
+        started = False
 
         async def limited() -> Message:
             nonlocal came
-            if declared <= self._limit:
+            if started or declared <= self._limit:
                 message = await receive()
                 came += len(message.get("body", b""))
-                if came <= self._limit:
+                if started or came <= self._limit:
                     return message
             raise HTTPException(413, f"body: expected at most {self._limit} bytes")
 
-        await self._app(scope, limited, send)
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True  # whoever still receives waits for the client to hang up
+            await send(message)
+
+        await self._app(scope, limited, sending)
