@@ -69,6 +69,10 @@ class TrainerStopped(BaseException):
     """SIGTERM was received; unwinds the recipe so that the session can save and leave."""
 
 
+class EvaluationEnded(BaseException):
+    """A recipe that only evaluates has asked for its first batch; unwinds it."""
+
+
 _CURRENT: ContextVar[TrainerSession] = ContextVar("areal_trainer_session")
 
 
@@ -88,6 +92,9 @@ def current_session() -> TrainerSession:
 
 class TrainerSession(Ranks):
     """One trainer's life between registration and its last commit."""
+
+    only_evaluates = False
+    """Whether the recipe ends when it asks for a batch (`areal eval`)."""
 
     def __init__(self, config: GRPOConfig, *, rank: int = 0, world_size: int = 1) -> None:
         """Connects lazily; `open()` registers.
@@ -351,6 +358,21 @@ class TrainerSession(Ranks):
         """The actor that was attached."""
         return self._checkpoints.actor
 
+    def end_evaluation(self) -> None:
+        """Ends a recipe that only evaluates; called when it asks for a batch.
+
+        Raises:
+            InvalidInput: It has not evaluated anything.
+        """
+        if not self.only_evaluates:
+            return
+        if not self.result(EVALUATIONS):
+            raise errors.InvalidInput(
+                f"{called_at()}: areal eval: main asks for a batch before it has evaluated: "
+                "expected rollout.evaluate(rows, workflow, name=NAME) before the training loop"
+            )
+        raise EvaluationEnded
+
     def begin_step(self) -> None:
         """Starts the clock and row of the next step.
 
@@ -534,7 +556,7 @@ class TrainerSession(Ranks):
                 f"{self.batch_at}: main ended in step {self.step + 1}, whose batch was taken here: "
                 "expected upload_weights, which ends a step"
             )
-        if self.step >= planned or self.actor is None:
+        if self.step >= planned or self.actor is None or self.only_evaluates:
             return
         if isinstance(ended, str) and ended:
             self.record("ended_early", ended)
