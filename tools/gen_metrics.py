@@ -87,6 +87,8 @@ key `evaluations` lists all evaluations: `name`, `step`, `mean`, `stderr`, and
 | `failed` | rows without a result, which the mean leaves out: their reward function raised an \
 error, or their servers failed |
 | `cause` | the most frequent cause of failed rows |
+| `pass_at` | if rows have several answers: the expected highest reward of k of them, for k = 2, \
+4, 8, … and their number. If rewards are 0 and 1, that is pass@k |
 
 Where people read a mean, it says "over 9 of 12 rows" if three failed. Each line of
 `evaluations/NAME-vVERSION.jsonl` is a row. A row without `answers` has its cause, in `rejected` or

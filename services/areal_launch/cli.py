@@ -141,25 +141,58 @@ def init(
 
 @app.command("eval")
 def evaluate(
+    recipe: Annotated[
+        str | None,  # a Path would turn the // of an override's url into /
+        typer.Argument(help=f"{RECIPE_HELP} Default: examples/eval_only.py."),
+    ] = None,
     overrides: Overrides = None,
     config: Config = None,
     json: Json = False,
     accept_changes: AcceptChanges = False,
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            help="best, latest, a step, or start (model.path). Default: latest, or start if you "
+            "write model.path=…",
+        ),
+    ] = "",
+    against: Annotated[
+        str, typer.Option(help="Compare with another checkpoint, row by row; named likewise.")
+    ] = "",
 ) -> int:
-    """Evaluate a model without training: a reward function scores its answers to dataset rows.
+    """Run a recipe's own evaluations on a checkpoint of its trial; train nothing.
 
-    For example: areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct rows=200. The
-    recipe is examples/eval_only.py.
+    The rows, workflow and reward are those that the recipe's main evaluates with
+    before it asks for its first batch. If rows have several answers
+    (gconfig.n_samples=8), the result has pass@k.
+
+    Without a recipe, a reward function scores a model's answers to dataset rows:
+    areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct rows=200.
     """
     from areal_launch.commands.builtin_recipes import find_recipe
+    from areal_launch.commands.evaluate import evaluate_recipe
     from areal_launch.commands.run import run_on
     from areal_launch.view.output import lasting_output
 
-    recipe, chosen = find_recipe(Path("trainer.type=null"), overrides or [])
+    values = overrides or []
+    if recipe is not None and "=" not in recipe.partition("/")[0]:
+        if accept_changes:
+            raise InvalidInput("--accept-changes: expected no recipe with it: its trial stays")
+        with lasting_output():
+            return evaluate_recipe(
+                *(Path(recipe), config, values),
+                checkpoint=checkpoint,
+                against=against,
+                as_json=json,
+            )
+    if checkpoint or against:
+        raise InvalidInput("--checkpoint, --against: expected a recipe, whose trial has them")
+    values = [recipe, *values] if recipe is not None else values
+    found, chosen = find_recipe(Path("trainer.type=null"), values)
     with lasting_output():
         return run_on(
             RunsOn.LOCAL,
-            recipe,
+            found,
             config,
             chosen,
             as_json=json,

@@ -20,9 +20,13 @@ class TrainerConfig:
     rank: int
     world_size: int
     local_rank: int
+    only_evaluates: bool = False
+    """Whether the recipe ends when it asks for its first batch."""
 
     @classmethod
-    def from_experiment(cls, experiment: GRPOConfig, config_file: Path) -> TrainerConfig:
+    def from_experiment(
+        cls, experiment: GRPOConfig, config_file: Path, *, only_evaluates: bool = False
+    ) -> TrainerConfig:
         """Reads RANK, WORLD_SIZE and LOCAL_RANK (one rank without them).
 
         Raises:
@@ -36,4 +40,5 @@ class TrainerConfig:
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            only_evaluates=only_evaluates,
         )

@@ -29,7 +29,7 @@ from areal.errors import CannotStart, InvalidInput, TrainingDiverged, WorkflowEr
 from areal.recipe import Recipe, load_recipe
 from areal.training.offline_session import OfflineSession
 from areal.training.rank_watch import RankWatch
-from areal.training.session import TrainerSession, TrainerStopped
+from areal.training.session import EvaluationEnded, TrainerSession, TrainerStopped
 from areal.training.stall_watch import LEAST_S, STEPS, StallWatch
 from areal_trainer.config import TrainerConfig
 from areal_trainer.recipe_fault import fault_of_recipe
@@ -107,6 +107,8 @@ def _call(main: Callable[[list[str]], object], config_file: Path) -> object:
     """What `main` returns; leaving it with `sys.exit()` is the same as returning."""
     try:
         return main(["--config", str(config_file)])
+    except EvaluationEnded:
+        return None
     except SystemExit as error:
         if error.code:
             raise InvalidInput(f"main ended with SystemExit: {error.code}") from None
@@ -149,6 +151,7 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
         rank=config.rank,
         world_size=config.world_size,
     )
+    session.only_evaluates = config.only_evaluates
 
     stall = _watch_stalls(config, session)
 

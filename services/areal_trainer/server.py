@@ -62,6 +62,9 @@ def main() -> None:
         config: Annotated[Path, typer.Option(help="The experiment file.")],
         listen: Annotated[str, typer.Option(help="host:port of TrainerService.")] = "",
         metrics: Annotated[str, typer.Option(help="host:port of /metrics and /healthz.")] = "",
+        only_evaluate: Annotated[
+            bool, typer.Option("--only-evaluate", help="End the recipe at its first batch.")
+        ] = False,
         log_text: Annotated[
             bool, typer.Option(help="Write plain log lines instead of JSON.")
         ] = False,
@@ -73,7 +76,9 @@ def main() -> None:
         try:
             experiment: GRPOConfig = load_service_config(config)
             configure_logging("trainer", experiment.namespace, text=log_text)
-            settings = TrainerConfig.from_experiment(experiment, config)
+            settings = TrainerConfig.from_experiment(
+                experiment, config, only_evaluates=only_evaluate
+            )
             serve = partial(serve_status, listen, metrics) if listen else None
             with tracing.exporting("areal-trainer", experiment.namespace):
                 code = run(settings, serve)

@@ -191,3 +191,28 @@ def test_own_loss_when_run_in_miniature_then_its_numbers_are_in_the_rows(tmp_pat
         assert 0.0 <= row["my/beyond"] <= 1.0
         assert 0.0 <= row["my/share_raised"] <= 1.0
         assert {"train/loss", "reward/mean", "policy/behavior_weight"} <= row.keys()
+
+
+@pytest.mark.long
+def test_eval_when_of_a_recipe_folder_then_its_checkpoint_is_compared_with_the_start(
+    tmp_path: Path,
+) -> None:
+    assert areal("init", "mine", cwd=tmp_path, timeout=60.0).returncode == 0
+    make_tiny_model(tmp_path / "model", seed=0)
+    keys = ("model.path=model", "train_problems=64", "heldout_problems=6", "gconfig.n_samples=2")
+    stack = RunningStack(tmp_path / "runs" / "mine" / "demo")
+    few = ("total_train_steps=1", "train_dataset.batch_size=4", "allocation_mode=sglang:d1+fsdp:d1")
+    run(stack, tmp_path, "mine", *keys, *few)
+    sides = ("--checkpoint", "latest", "--against", "start", "--json")
+    done = areal("eval", "mine", *keys, few[-1], *sides, cwd=tmp_path, timeout=240.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    latest, start = (each for each in events if each["event"] == "summary")
+    assert latest["steps"] == start["steps"] == 0
+    assert latest["evaluations"][0]["pass_at"].keys() == {"2"}
+    assert events[-1]["event"] == "difference"
+    assert (events[-1]["rows"], events[-1]["left_out"]) == (6, 0)
+    trials = sorted(each.name for each in (tmp_path / "runs" / "mine").iterdir())
+    assert trials == ["demo", "demo-eval-latest", "demo-eval-start"]
+    kept = list((tmp_path / "runs" / "mine").glob("demo-eval-*/**/*.safetensors"))
+    assert kept == []

@@ -99,6 +99,7 @@ class RemoteSGLangEngine:
             WaitTimeout: No batch was complete within 3 x `rollout.request_timeout_s`; the message
                 says what was missing.
         """
+        self.session.end_evaluation()
         feeding: Feeding | None = None
         if dataloader is not None:
             if workflow is None:
@@ -145,9 +146,10 @@ class RemoteSGLangEngine:
             WaitTimeout: No batch was complete within 3 x `rollout.request_timeout_s`; the message
                 says what was missing.
         """
-        check_sampling(workflow, self.session.config.gconfig.temperature)
-        spec = self._describe(workflow)
         session = self.session
+        session.end_evaluation()
+        check_sampling(workflow, session.config.gconfig.temperature)
+        spec = self._describe(workflow)
         session.begin_step()
         step = session.step + 1
         tasks = [

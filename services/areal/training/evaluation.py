@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
@@ -30,6 +30,7 @@ from areal.clients.buffer.tasks import MAX_TASKS_PER_CALL
 from areal.protocol.leases import TaskRecord
 from areal.training.ledger import POLL_S
 from areal.training.metric_names import evaluation_names
+from areal.training.pass_at import pass_at
 from areal.training.run_files import EVALUATIONS, MEASURED_AT, over_rows, write_atomically
 from areal.training.session import TrainerSession
 from areal.training.status import Evaluation
@@ -69,6 +70,8 @@ class Figure:
     """Rows in the mean that count as 0, because the workflow made no trajectory."""
     cause: str = ""
     """The most frequent cause of failed rows, one line."""
+    pass_at: dict[str, float] = field(default_factory=dict)
+    """See `areal.training.pass_at`; empty for rows with one answer."""
 
 
 def record(session: TrainerSession, name: str, figure: Figure) -> float:
@@ -193,11 +196,12 @@ class Measurement:
         """Returns the figure over all rows; the answers are on disk then."""
         causes = Counter(each["failed"] for each in self._lines if "failed" in each)
         failed = causes.total()
-        means = [
-            fmean(one["reward"] for one in each["answers"]) if each["answers"] else 0.0
+        rewards = [
+            [one["reward"] for one in each["answers"]]
             for each in self._lines
             if "failed" not in each
         ]
+        means = [fmean(row) if row else 0.0 for row in rewards]
         if not means:
             raise errors.WorkflowError(
                 f"{self._what}: none of {self._count} rows was delivered; "
@@ -208,7 +212,8 @@ class Measurement:
         error = stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0
         rejected = sum("rejected" in each for each in self._lines)
         cause = causes.most_common(1)[0][0] if failed else ""
-        return Figure(fmean(means), error, len(means), failed, rejected, cause)
+        mean = fmean(means)
+        return Figure(mean, error, len(means), failed, rejected, cause, pass_at(rewards))
 
     def _collect(self) -> None:
         session, unsent = self._session, self._submission.unsent

@@ -21,7 +21,6 @@ a call waits for.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextvars import ContextVar
@@ -42,20 +41,21 @@ from areal.protocol.leases import Discarded, Take
 from areal.recipe import Recipe, called_at
 from areal.security import Security
 from areal.training.background_publish import BackgroundPublish
+from areal.training.batch_rewards import describe_rewards
 from areal.training.bridge import CALL_S, RETRY_S, AsyncBridge
 from areal.training.checkpoint_writer import Checkpointable, CheckpointWriter
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
 from areal.training.gpu_turn import GpuTurn
 from areal.training.ledger import TrainerLedger
 from areal.training.metric_names import plain_numbers
-from areal.training.ranks import Ranks, gather_json
+from areal.training.ranks import Ranks
 from areal.training.rollouts.writer import RolloutWriter
 from areal.training.run_files import EVALUATIONS, RunFiles, best_step
 from areal.training.status import ProgressLog, TrainerStatus
 from areal.training.step_trace import StepTrace
 from areal.training.tracker import StepTracker
 from areal.training.turn_lease import TurnLease
-from areal.types import TIMEOUTS, TrajectoryGroup
+from areal.types import TrajectoryGroup
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import patience_s
@@ -70,6 +70,10 @@ T = TypeVar("T")
 
 class TrainerStopped(BaseException):
     """SIGTERM was received; unwinds the recipe so that the session can save and leave."""
+
+
+class EvaluationEnded(BaseException):
+    """A recipe that only evaluates has asked for its first batch; unwinds it."""
 
 
 _CURRENT: ContextVar[TrainerSession] = ContextVar("areal_trainer_session")
@@ -91,6 +95,9 @@ def current_session() -> TrainerSession:
 
 class TrainerSession(Ranks):
     """One trainer's life between registration and its last commit."""
+
+    only_evaluates = False
+    """Whether the recipe ends when it asks for a batch (`areal eval`)."""
 
     def __init__(self, config: GRPOConfig, *, rank: int = 0, world_size: int = 1) -> None:
         """Connects lazily; `open()` registers.
@@ -369,6 +376,21 @@ class TrainerSession(Ranks):
         """The actor that was attached."""
         return self._checkpoints.actor
 
+    def end_evaluation(self) -> None:
+        """Ends a recipe that only evaluates; called when it asks for a batch.
+
+        Raises:
+            InvalidInput: It has not evaluated anything.
+        """
+        if not self.only_evaluates:
+            return
+        if not self.result(EVALUATIONS):
+            raise errors.InvalidInput(
+                f"{called_at()}: areal eval: main asks for a batch before it has evaluated: "
+                "expected rollout.evaluate(rows, workflow, name=NAME) before the training loop"
+            )
+        raise EvaluationEnded
+
     def begin_step(self) -> None:
         """Starts the clock and row of the next step.
 
@@ -417,44 +439,9 @@ class TrainerSession(Ranks):
             "staleness/max": max(staleness),
             "replay": taken.replay,
             "queued": taken.queued,
-            **self._rewards(groups),
+            **describe_rewards(groups, self.world_size),
         }
         return groups
-
-    def _rewards(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
-        """Rewards of the batch and their parts, on all ranks alike. Collective.
-
-        A part is a mean over the trajectories that have it; `timeouts` is a sum: only answers that
-        took too long to judge have it. An update of the actor describes the rewards that it used.
-        """
-        trajectories = [each for group in groups for each in group.trajectories]
-        mine: dict[str, list[float]] = {}
-        for trajectory in trajectories:
-            for name, value in trajectory.reward_parts.items():
-                total = mine.setdefault(name, [0.0, 0.0])
-                total[0], total[1] = total[0] + value, total[1] + 1
-        own: Any = [[float(each.reward) for each in trajectories], mine]
-        rewards: list[float] = []
-        sums: dict[str, list[float]] = {}
-        for there, parts in [own] if self.world_size == 1 else gather_json(own):
-            rewards += there
-            for name, (value, count) in parts.items():
-                total = sums.setdefault(name, [0.0, 0.0])
-                total[0], total[1] = total[0] + value, total[1] + count
-        found: dict[str, float] = {}
-        if rewards:
-            mean = sum(rewards) / len(rewards)
-            squares = sum((each - mean) ** 2 for each in rewards)
-            found = {
-                "reward/mean": mean,
-                "reward/std": math.sqrt(squares / max(len(rewards) - 1, 1)),
-                "reward/lowest": min(rewards),
-                "reward/highest": max(rewards),
-            }
-        return found | {
-            f"reward/{name}": value if name == TIMEOUTS else value / count
-            for name, (value, count) in sorted(sums.items())
-        }
 
     def finish_step(self) -> None:
         """Ends step `self.step + 1`: writes its row, saves and commits if due, stops if asked."""
@@ -552,7 +539,7 @@ class TrainerSession(Ranks):
                 f"{self.batch_at}: main ended in step {self.step + 1}, whose batch was taken here: "
                 "expected upload_weights, which ends a step"
             )
-        if self.step >= planned or self.actor is None:
+        if self.step >= planned or self.actor is None or self.only_evaluates:
             return
         if isinstance(ended, str) and ended:
             self.record("ended_early", ended)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal.errors import InvalidInput
 from areal_launch.clusters.base import Cluster
-from areal_launch.commands.stack import read_experiment, resolve_run, run_foreground
+from areal_launch.commands.stack import Resolved, read_experiment, resolve_run, run_foreground
 from areal_launch.doctor.gpus import refuse_unusable
 from areal_launch.doctor.settle import settle_here
 from areal_launch.stack.recipe_check import refuse_failing
@@ -41,7 +41,9 @@ def run_on(
             f"--on {on} with allocation_mode {resolved.config.allocation_mode!r}, a trainer "
             "without servers: expected --on local"
         )
-    cluster: Cluster | None = None
+    if on == "local":
+        return run_here(resolved, as_json=as_json, accept_changes=accept_changes)
+    cluster: Cluster
     if on == "slurm":
         from areal_launch.clusters.slurm import SlurmCluster, in_allocation
 
@@ -53,21 +55,38 @@ def run_on(
             check_unchanged(resolved.config, accept=accept_changes)
             return submit_and_follow(resolved.config, as_json=as_json)
         cluster = SlurmCluster()
-    elif on == "ray":
+    else:
         from areal_launch.clusters.ray import RayCluster
 
         cluster = RayCluster()
-    else:
-        settled = settle_here(resolved.config, resolved.source)
-        if settled.why and not as_json:
-            say(settled.why)
-        cluster = Cluster(settled.servers_part)
-        refuse_unusable(resolved.config)
-        asyncio.run(refuse_failing(resolved.config, model_later=resolved.model_later))
     return run_foreground(
         resolved,
         with_trainer=True,
         as_json=as_json,
         cluster=cluster,
         accept_changes=accept_changes,
+    )
+
+
+def run_here(
+    resolved: Resolved, *, as_json: bool, accept_changes: bool = False, only_evaluate: bool = False
+) -> int:
+    """Runs an experiment on this machine; returns the exit code.
+
+    `only_evaluate`: the recipe ends when it asks for its first batch. Its first training row is
+    not tried then, because no one needs it.
+    """
+    settled = settle_here(resolved.config, resolved.source)
+    if settled.why and not as_json:
+        say(settled.why)
+    refuse_unusable(resolved.config)
+    if not only_evaluate:
+        asyncio.run(refuse_failing(resolved.config, model_later=resolved.model_later))
+    return run_foreground(
+        resolved,
+        with_trainer=True,
+        as_json=as_json,
+        cluster=Cluster(settled.servers_part),
+        accept_changes=accept_changes,
+        only_evaluate=only_evaluate,
     )

@@ -94,7 +94,7 @@ def resolve_run(
     """
     resolved, module = read_experiment(recipe, config, overrides)
     can_prepare = callable(getattr(module, "prepare_model", None))
-    return _with_model(resolved, can_prepare=can_prepare, with_trainer=with_trainer)
+    return with_model(resolved, can_prepare=can_prepare, with_trainer=with_trainer)
 
 
 def print_config(recipe: Path, config: Path | None, overrides: list[str]) -> int:
@@ -134,10 +134,17 @@ def resolve_up(recipe: Path | None, config: Path | None, overrides: list[str]) -
     if recipe is not None:
         return resolve_run(recipe, config, overrides, with_trainer=False)
     resolved = build_config(GRPOConfig, config, overrides)
-    return _with_model(resolved, can_prepare=False, with_trainer=False)
+    return with_model(resolved, can_prepare=False, with_trainer=False)
 
 
-def _with_model(config: BaseExperimentConfig, *, can_prepare: bool, with_trainer: bool) -> Resolved:
+def with_model(
+    config: BaseExperimentConfig, *, can_prepare: bool, with_trainer: bool = True
+) -> Resolved:
+    """Looks for the configured model; `can_prepare`: whether the recipe can make it.
+
+    Raises:
+        CannotStart: The model, or something else that a run needs, does not exist.
+    """
     folder, source = find_model(config.model.path, made=can_prepare)
     if source:
         config.model.path = str(folder)
@@ -159,11 +166,13 @@ def run_foreground(
     ready_fd: int | None = None,
     cluster: Cluster | None = None,
     accept_changes: bool = False,
+    only_evaluate: bool = False,
 ) -> int:
     """Runs a stack from this process until it ends; returns the exit code.
 
     `cluster`: lends the nodes; None: this machine. `accept_changes`: whether the
-    configuration of a trial that has already trained may change.
+    configuration of a trial that has already trained may change. `only_evaluate`: whether the
+    recipe ends when it asks for its first batch.
     """
     folder = RunFolder(resolved.config.run_dir)
     changes = check_unchanged(resolved.config, accept=accept_changes)
@@ -174,7 +183,13 @@ def run_foreground(
     if changes:
         get_logger("areal.launcher").warning("configuration_changed", changes=changes)
     display = choose_display(as_json=as_json, quiet=ready_fd is not None)
-    stack = LocalStack(resolved.config, EventLog(), with_trainer=with_trainer, cluster=cluster)
+    stack = LocalStack(
+        resolved.config,
+        EventLog(),
+        with_trainer=with_trainer,
+        only_evaluate=only_evaluate,
+        cluster=cluster,
+    )
     return asyncio.run(Session(resolved, stack, display, ready_fd=ready_fd).run())
 
 

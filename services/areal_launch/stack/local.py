@@ -78,6 +78,7 @@ class LocalStack:
         events: EventLog,
         *,
         with_trainer: bool,
+        only_evaluate: bool = False,
         cluster: Cluster | None = None,
         first_port: int | None = None,
     ) -> None:
@@ -87,6 +88,7 @@ class LocalStack:
             config: Valid; endpoints that are set are used, the others are started.
             events: Is told what happens.
             with_trainer: Whether a trainer is part of it.
+            only_evaluate: Whether the trainer's recipe ends at its first batch.
             cluster: Lends the nodes; None: this machine.
             first_port: Inference servers alone are started, from this port on.
         """
@@ -109,6 +111,7 @@ class LocalStack:
         )
         self.events = events
         self.with_trainer = with_trainer
+        self._only_evaluate = only_evaluate
         self._first_port = first_port
         self._lock: int | None = None
         self._guard: Guard | None = None
@@ -129,6 +132,7 @@ class LocalStack:
                 self.config,
                 self.folder,
                 with_trainer=self.with_trainer,
+                only_evaluate=self._only_evaluate,
                 servers_only=self._first_port is not None,
                 preferred_ports=self._preferred_ports(),
                 placement=await self._cluster.open(self.config),

@@ -84,6 +84,7 @@ def plan_stack(
     folder: RunFolder,
     *,
     with_trainer: bool,
+    only_evaluate: bool = False,
     servers_only: bool = False,
     preferred_ports: Mapping[str, int] | None = None,
     placement: Placement | None = None,
@@ -94,6 +95,7 @@ def plan_stack(
         config: Resolved and valid; a copy of it gets the endpoints.
         folder: The run folder.
         with_trainer: False: `areal up`.
+        only_evaluate: The trainer's recipe ends at its first batch: `areal eval`.
         servers_only: Start only inference servers: `areal serve`.
         preferred_ports: Ports of an earlier run of this trial, by process name.
         placement: Where things run; None: on this machine.
@@ -123,7 +125,7 @@ def plan_stack(
             placement.trainer[0].address, picker.pick("trainer")
         )
     if with_trainer:
-        plan.trainer = planner.trainer()
+        plan.trainer = planner.trainer(only_evaluate=only_evaluate)
     return plan
 
 
@@ -254,7 +256,7 @@ class _Planner:
         model, gpu = self.config.model, self.config.stack.gpus_per_node > 0
         return model.dtype if own_engine else serving_dtype(model.dtype, Path(model.path), gpu=gpu)
 
-    def trainer(self) -> ProcessSpec:
+    def trainer(self, *, only_evaluate: bool = False) -> ProcessSpec:
         config, folder = self.config, self.folder
         ranks = parse_allocation(config.allocation_mode).trainer_ranks
         nodes, first = len(self.placement.trainer), self.placement.trainer[0]
@@ -268,8 +270,10 @@ class _Planner:
                 *("--master-addr", first.address, "--master-port", str(port), "-m"),
             )
         port = int(config.endpoints.trainer.rpartition(":")[2])
+        ours = self._ours("trainer", (*launch, "areal_trainer"), first.address, port)
         return replace(
-            self._ours("trainer", (*launch, "areal_trainer"), first.address, port),
+            ours,
+            argv=(*ours.argv, *(["--only-evaluate"] if only_evaluate else [])),
             address=config.endpoints.trainer,
             job=True,
             stop_grace_s=30.0,

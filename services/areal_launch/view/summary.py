@@ -173,6 +173,12 @@ def _series(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     ]
 
 
+def _pass_at(evaluation: Mapping[str, Any]) -> str:
+    """What the best of several answers earns, if rows had several."""
+    found: Mapping[str, float] = evaluation.get("pass_at") or {}
+    return "".join(f", pass@{k} {value:.3f}" for k, value in found.items())
+
+
 def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns (label, text) pairs for people."""
 
@@ -195,7 +201,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines += _series(summary.get(EVALUATIONS) or ())
     else:
         lines += [
-            (each["name"], f"{each['mean']:.3f} ± {each['stderr']:.3f} {over_rows(each)}")
+            (
+                each["name"],
+                f"{each['mean']:.3f} ± {each['stderr']:.3f} {over_rows(each)}{_pass_at(each)}",
+            )
             for each in summary.get(EVALUATIONS) or ()
         ]
     measured = last_evaluations(summary)

@@ -14,6 +14,7 @@ from areal.config.experiment import GRPOConfig
 from areal.errors import InvalidInput
 from areal.recipe import called_at, load_recipe
 from areal.training.offline_session import OfflineSession
+from areal.training.run_files import EVALUATIONS
 from areal_trainer import job
 
 RECIPE = b"""
@@ -126,6 +127,20 @@ def test_call_when_main_leaves_by_sys_exit_then_0_is_a_return_and_all_else_an_er
     for code in (1, "no rows"):
         with pytest.raises(InvalidInput, match=f"main ended with SystemExit: {code}"):
             leave(code)
+
+
+def test_main_when_it_only_evaluates_then_it_ends_at_its_first_batch(session) -> None:
+    recipe = load_recipe(b"def ask(session):\n    session.end_evaluation()\n", "mine/x.py")
+    recipe.ask(session)  # a run that trains goes on
+    session.only_evaluates = True
+    with pytest.raises(InvalidInput, match=r"^mine/x\.py:2: areal eval: main asks for a batch bef"):
+        recipe.ask(session)
+    session.record(EVALUATIONS, [{"name": "heldout", "step": 0, "mean": 0.5}])
+    assert job._call(lambda _: recipe.ask(session), Path("c.yaml")) is None
+    session.attach(Actor())
+    session.check_complete("mine/x.py:9", None)
+    session.save_checkpoint()
+    assert session.folder.list() == []
 
 
 RECORDS = b"""

@@ -1,0 +1,54 @@
+"""The rewards of a batch, as a train step's row has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from areal.training.ranks import gather_json
+from areal.types import TIMEOUTS, TrajectoryGroup
+
+
+def describe_rewards(groups: Sequence[TrajectoryGroup], world_size: int) -> dict[str, float]:
+    """Describes the rewards of a batch and their parts, on all ranks alike. Collective.
+
+    A part is a mean over the trajectories that have it; `timeouts` is a sum: only answers that
+    took too long to judge have it. An update of the actor describes the rewards that it used.
+
+    Args:
+        groups: This rank's share of the batch; may be empty.
+        world_size: How many ranks call this.
+
+    Returns:
+        `reward/mean`, `reward/std` (of a sample), `reward/lowest` and `reward/highest`, unless the
+        batch is empty, and `reward/PART`.
+    """
+    trajectories = [each for group in groups for each in group.trajectories]
+    mine: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.reward_parts.items():
+            total = mine.setdefault(name, [0.0, 0.0])
+            total[0], total[1] = total[0] + value, total[1] + 1
+    own: Any = [[float(each.reward) for each in trajectories], mine]
+    rewards: list[float] = []
+    sums: dict[str, list[float]] = {}
+    for there, parts in [own] if world_size == 1 else gather_json(own):
+        rewards += there
+        for name, (value, count) in parts.items():
+            total = sums.setdefault(name, [0.0, 0.0])
+            total[0], total[1] = total[0] + value, total[1] + count
+    found: dict[str, float] = {}
+    if rewards:
+        mean = sum(rewards) / len(rewards)
+        squares = sum((each - mean) ** 2 for each in rewards)
+        found = {
+            "reward/mean": mean,
+            "reward/std": math.sqrt(squares / max(len(rewards) - 1, 1)),
+            "reward/lowest": min(rewards),
+            "reward/highest": max(rewards),
+        }
+    return found | {
+        f"reward/{name}": value if name == TIMEOUTS else value / count
+        for name, (value, count) in sorted(sums.items())
+    }
