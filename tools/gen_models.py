@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "services")]
 
-from tools.tiny_architectures import NotTried, tiny_model  # noqa: E402
+from tools.tiny_architectures import COMPOSITE, NotTried, tiny_model  # noqa: E402
 
 from areal.algorithms import packing  # noqa: E402
 from areal.engines.model.attention.layout import build_layout  # noqa: E402
-from areal.engines.model.guards import silence_noise  # noqa: E402
+from areal.engines.model.guards import drop_towers, placeholders, silence_noise  # noqa: E402
 from areal.engines.model.heads import LogprobHead  # noqa: E402
 from areal.engines.model.packed import PackedCausalLM  # noqa: E402
 from areal.engines.model.self_test import self_test  # noqa: E402
@@ -54,10 +54,17 @@ class Row:
 
 
 def registry() -> dict[str, str]:
-    """Model type to class, as transformers' AutoModelForCausalLM has them."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Model type to class, as transformers' AutoModelForCausalLM has them.
 
-    return dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
+    Checkpoints of several models have the class of all of them.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    several = {kind: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind] for kind in COMPOSITE}
+    return dict(sorted({**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **several}.items()))
 
 
 def try_architecture(model_type: str, seed: int = 0) -> Row:
@@ -68,6 +75,7 @@ def try_architecture(model_type: str, seed: int = 0) -> Row:
     except NotTried as error:
         return Row(model_type, name, NOT_TRIED, str(error))
     trained = copy.deepcopy(hf)
+    drop_towers(trained)
     silence_noise(trained)
     try:
         model = PackedCausalLM(trained, kernel="packed", chunk_elements=1 << 12)
@@ -97,9 +105,11 @@ def errors(hf: Any, model: PackedCausalLM, seed: int) -> tuple[float, float]:
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = hf.config.get_text_config().vocab_size
+    reserved = placeholders(hf.config)
 
     def tokens(count: int) -> list[int]:
-        return torch.randint(3, vocabulary, (count,), generator=generator).tolist()
+        drawn = torch.randint(3, vocabulary, (count,), generator=generator).tolist()
+        return [3 if token in reserved else token for token in drawn]
 
     sequences, groups = [], []
     for group, (common, added) in enumerate(_GROUPS):

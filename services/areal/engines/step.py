@@ -41,7 +41,6 @@ from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines import finite
 from areal.engines.model import vision
 from areal.engines.model.attention.dispatch import PACKED
-from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.heads import Head
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.optimizer import make_optimizer
@@ -373,7 +372,7 @@ class TrainStep:
         targets = torch.nonzero(mb["loss_mask"]).flatten()
         packed, shares = self.model.kernel == PACKED, self._config.share_prefixes
         shares = packed if shares is None else shares
-        layout = build_layout(mb, share_prefixes=shares, buckets=packed)
+        layout = self.model.plan(mb, share_prefixes=shares)
         seen = None
         if images.has_images(mb):
             seen = vision.plan(self.model.hf, mb, layout).map(self._to_device)

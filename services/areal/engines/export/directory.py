@@ -23,6 +23,8 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 _NAMED_TEMPLATES = "additional_chat_templates"
 _SHARD_BYTES = 4 << 30

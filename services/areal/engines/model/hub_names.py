@@ -138,6 +138,7 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
     for step in steps.values():
         made |= _shapes_made(hf, step, found)
     missing = wanted.keys() - made.keys() - set(hf._keys_to_ignore_on_save or ())
+    missing |= left_on_disk(hf) - set(unknown.values())
     missing, unexpected = _heeded(hf, missing, unknown.values())
     wrong = missing | {name for name, shape in made.items() if shape != wanted.get(name)}
     if wrong or unexpected:
@@ -183,15 +184,16 @@ def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], l
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     state = _state(hf)
+    everything = {**state, **dict.fromkeys(left_on_disk(hf))}
     conversions = get_model_conversion_mapping(hf)
     renamings, converters, by_pattern = _sorted_out(conversions)
     steps: dict[str, Step] = {}
     unknown: dict[str, str] = {}
     for name in sorted(found, key=dot_natural_key):
         target, pattern = rename_source_key(
-            name, renamings, converters, hf.base_model_prefix, state
+            name, renamings, converters, hf.base_model_prefix, everything
         )
-        if target not in state and name in state:
+        if target not in everything and name in everything:
             target, pattern = name, None
         if target not in state:
             unknown[name] = target
@@ -201,6 +203,14 @@ def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], l
             raise InvalidInput(f"{step.names[0]!r} and {name!r} are the same tensor: expected one")
         step.sources.append((name, pattern or name))
     return steps, unknown, [each for each in conversions if each.was_used()]
+
+
+def left_on_disk(hf: Any) -> frozenset[str]:
+    """Return the model's own names of the tensors of towers that `source.build` left out.
+
+    They are read from the directory wherever the model's tensors leave the trainer (`bystanders`).
+    """
+    return getattr(hf, "_left_on_disk", frozenset())
 
 
 def _state(hf: Any) -> dict[str, Tensor]:
@@ -278,7 +288,7 @@ def _heeded(hf: Any, missing: Iterable[str], unknown: Iterable[str]) -> tuple[se
 
     info = LoadStateDictInfo(
         missing_keys=set(missing),
-        unexpected_keys=set(unknown),
+        unexpected_keys=set(unknown) - left_on_disk(hf),
         mismatched_keys=set(),
         error_msgs=[],
         conversion_errors={},
@@ -300,6 +310,7 @@ def _difference(hf: Any, found: Shapes, wrong: set[str], unknown: Sequence[str])
                 lacking.append(name)
             elif found[name] != shape:
                 misshapen.append(f"{name!r} has shape {found[name]}, expected {shape}")
+    lacking += sorted(wrong & left_on_disk(hf))
     parts = [f"lacks {_some(lacking)}"] if lacking else []
     parts += [f"has unknown {_some(unknown)}"] if unknown else []
     parts += misshapen[:1]

@@ -9,11 +9,13 @@ from torch import nn
 
 from areal.config.allocation import Layout
 from areal.config.training import RefConfig, TrainEngineConfig
+from areal.engines.model import guards
 from areal.engines.model.attention.ulysses import Context
 from areal.engines.model.packed import PackedCausalLM
+from areal.engines.model.recurrent import kind_of, modules_of
 from areal.engines.parallel import plans
 from areal.engines.parallel.mesh import Mesh
-from areal.errors import InvalidInput
+from areal.errors import ConfigError, InvalidInput
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -47,7 +49,8 @@ def parallelize(
     the device while it computes.
 
     Raises:
-        ConfigError: the model's heads or experts cannot be shared evenly.
+        ConfigError: the model's heads or experts cannot be shared evenly, or the layout shares
+            tokens or matrices and the model has recurrent layers.
         InvalidInput: the model does not say what its layers are, so that its ranks would gather all
             of it; or transformers has no plan for it.
     """
@@ -89,7 +92,14 @@ def parallelize(
 
 def _check_sizes(hf: Any, layout: Layout) -> None:
     config = hf.config.get_text_config()
-    heads = int(config.num_attention_heads)
+    recurrent = sorted({kind_of(module) for _, module in modules_of(guards.decoder_of(hf))})
+    if recurrent and layout.per_share > 1:
+        raise ConfigError(
+            f"trainer layout '{layout}': t and c spread attention only, and model "
+            f"{type(hf).__name__} has layers of another kind ({', '.join(recurrent)}); expected a "
+            "layout without t and c"
+        )
+    heads = int(getattr(config, "num_attention_heads", None) or 1)
     experts = (getattr(config, key, None) for key in ("num_experts", "num_local_experts"))
     layout.check_model(
         heads,
@@ -105,7 +115,11 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
         InvalidInput: there are none.
     """
     classes = set(hf._no_split_modules or ())
-    layers = [module for module in hf.modules() if type(module).__name__ in classes]
+    layers = [
+        module
+        for module in hf.modules()
+        if type(module).__name__ in classes and any(True for _ in module.parameters())
+    ]
     if not layers:
         raise InvalidInput(
             f"model {type(hf).__name__} has none of the layer classes that it names "

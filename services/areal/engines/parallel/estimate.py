@@ -74,6 +74,8 @@ class ModelShape:
     """Queries and keys are normalized."""
     tied: bool = False
     """The head is the embedding."""
+    recurrent: int = 0
+    """Values per token that a recurrent layer projects its input to; 0: the model has none."""
 
     @property
     def root_parameters(self) -> int:
@@ -137,7 +139,27 @@ class ModelShape:
             expert_parameters=of_experts,
             head_norms=str(config.get("model_type")).startswith("qwen3"),
             tied=tied,
+            recurrent=_recurrent_width(config),
         )
+
+
+def _recurrent_width(config: dict[str, Any]) -> int:
+    def number(*names: str) -> int:
+        return int(next((config[name] for name in names if config.get(name)), 0))
+
+    hidden = number("hidden_size")
+    values = number("linear_num_value_heads") * number("linear_value_head_dim")
+    keys = number("linear_num_key_heads") * number("linear_key_head_dim")
+    if values:  # queries, keys, values and a gate
+        return 2 * keys + 2 * values
+    if width := number("linear_num_heads") * number("linear_head_dim"):
+        return 4 * width
+    inner = number("mamba_d_ssm") or number("mamba_num_heads") * number("mamba_head_dim")
+    inner = inner or int(hidden * float(config.get("mamba_expand") or config.get("expand") or 0))
+    if inner:  # a gate and the convolution's input
+        groups = number("mamba_n_groups", "mamba_ngroups", "n_groups") or 1
+        return 2 * inner + 2 * groups * number("mamba_d_state", "ssm_state_size", "state_size")
+    return 3 * hidden if number("conv_L_cache") else 0
 
 
 def _stored_parameters(directory: Path) -> int:
@@ -202,13 +224,16 @@ def activation_bytes(shape: ModelShape, element: int, mode: Checkpointing) -> tu
         norms += (heads + kv) * (2 * element + upcast)
     # A token's experts each get a copy of it and return one.
     experts = 3 * shape.routed * hidden * element
-    layer = norms + (3 * heads + 4 * kv + 4 * shape.intermediate) * element + experts
+    # Projected, convolved and gated, and once more in float32, in which states are computed. Layers
+    # have this or attention; an upper bound has both.
+    recurrent = shape.recurrent * (3 * element + 4)
+    layer = norms + (3 * heads + 4 * kv + 4 * shape.intermediate) * element + experts + recurrent
     if mode == "none":
         return layer, 0
     kept = hidden * element
     if mode == "selective":  # what q, k, v, attention, o, gate, up and down return
         kept += (2 * heads + 2 * kv + 2 * hidden + 2 * shape.intermediate) * element
-        kept += shape.routed * hidden * element
+        kept += (shape.routed * hidden + shape.recurrent) * element
     return 0 if mode == "offload" else kept, layer
 
 
