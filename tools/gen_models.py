@@ -167,8 +167,9 @@ def render(rows: list[Row]) -> str:
         "",
         "This page lists every causal language model that transformers "
         f"{transformers.__version__} provides",
-        "(`AutoModelForCausalLM`). If a tiny version of a model can be made, that version was "
-        "tested with",
+        "(`AutoModelForCausalLM`), and some checkpoints of several models. If a tiny version of "
+        "a model can be",
+        "made, that version was tested with",
         "random weights that are large enough for errors to show. The trainer packs sequences end "
         "to end and",
         "computes common prefixes once. The test compares the trainer's results with those of "
@@ -189,8 +190,31 @@ def render(rows: list[Row]) -> str:
         "",
         f"## Correct ({count(RIGHT)})",
         "",
-        "Among these are models with sliding windows, softcaps on attention and logits, attention "
-        "sinks, logit",
+        "Layers with a state or a convolution (gated delta rules, Mamba 1 and 2, lightning "
+        "attention, short",
+        "convolutions) are computed by the architecture's own functions on whole sequences of "
+        "similar length, so",
+        "no state crosses a boundary. A common prefix costs them as often as it occurs. On a GPU "
+        "the packages",
+        "that transformers finds (flash-linear-attention, causal-conv1d, mamba-ssm) compute them; "
+        "they get the",
+        "sequence boundaries instead of padded rows if a trial at the start shows that they heed "
+        "them. This has",
+        "not been tried on a GPU. Without the packages such layers are slow and need much memory. "
+        "Layouts with",
+        "`t` or `c` are refused for such models. LoRA leaves out `dt_proj` and `out_proj` of "
+        "Mamba layers.",
+        "",
+        "A checkpoint of several models (text and vision, say) trains its text model. Its other "
+        "towers are not",
+        "loaded: they stay on disk, and every export and published version has them as they came, "
+        "under the",
+        "checkpoint's own names and configuration. The towers of `qwen2_vl`, `qwen2_5_vl` and "
+        "`qwen3_vl` are",
+        "loaded, because images train with them.",
+        "",
+        "Among these are also models with sliding windows, softcaps on attention and logits, "
+        "attention sinks, logit",
         "scales, latent attention and experts. Dropout and router jitter are turned off. With "
         "`longrope` or",
         "dynamic NTK rope, the trainer refuses sequences beyond the length that the rope was "

@@ -19,13 +19,19 @@ from tools.tiny_architectures import tiny_model
 
 from areal.algorithms import packing
 from areal.config.allocation import Layout
-from areal.config.training import LoraConfig, MicroBatchSpec, TrainEngineConfig
+from areal.config.training import (
+    LoraConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.model import recurrent
 from areal.engines.model.guards import attention_layers, silence_noise
 from areal.engines.model.heads import LogprobHead
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
+from areal.engines.optimizer import make_optimizer
 from areal.engines.parallel.apply import _check_sizes
 from areal.engines.perf import Work
 from areal.errors import CannotStart, ConfigError, InvalidInput
@@ -344,3 +350,19 @@ def test_work_when_layers_are_recurrent_then_counts_states_once_and_pairs_in_att
     with patch("areal.engines.perf.state_products", lambda _: 0):
         assert work.per_token - Work.of(hf).per_token == 6 * 3 * 2 * state
     assert Work.of(tiny_model("mamba", 0)).per_pair == 0
+
+
+@pytest.mark.process
+def test_optimizer_when_a_state_decays_by_a_matrix_then_no_weight_decay_changes_it():
+    hf = tiny_model("jamba", 0)
+    model = PackedCausalLM(hf, kernel="packed", chunk_elements=1 << 12)
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1))
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed = {
+        names[id(p)]
+        for group in optimizer.param_groups
+        if group["weight_decay"]
+        for p in group["params"]
+    }
+    assert any(name.endswith("in_proj.weight") for name in decayed)
+    assert not [name for name in decayed if "A_log" in name or name.endswith(".D")]
