@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup gpu-kit demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models signatures lock manifests e2e-kubernetes verify bench scale learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-agents-sdk test-verifiers test-liger test-transformers images e2e-compose clean
+.PHONY: help setup gpu-kit demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models signatures lock manifests e2e-kubernetes verify bench scale soak learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-agents-sdk test-verifiers test-liger test-transformers images e2e-compose clean
 
 ##@ Start
 
@@ -167,6 +167,9 @@ bench: $(STAMP) ## Run all benchmarks; each also measures another program or a b
 
 scale: $(STAMP) ## Measure the control plane with 10, 100 and 1000 simulated servers (ARGS="1000x50000")
 	$(BIN)/python tools/scale_simulator.py $(ARGS)
+
+soak: $(STAMP) ## Train for hours and print how memory, files and Redis grow (HOURS=2, ARGS='--json FILE')
+	PYTHONPATH=services:. $(BIN)/python tools/soak.py --hours $${HOURS:-2} $(ARGS)
 
 learn: $(STAMP) ## Train the runs that docs/learning.md does not have yet, two at a time (ARGS='grpo --seeds 0')
 	PYTHONPATH=services:. $(BIN)/python -m tools.learn $(ARGS)

@@ -17,7 +17,7 @@ from areal.protocol.trajectories import STATE_FROM_PB, pack_group, task_to_pb
 from areal.types import Purpose, Task, TaskState, Trajectory, TrajectoryGroup, WorkflowSpec
 from areal.v1 import buffer_service_pb2 as pb
 from areal_buffer.config import BufferConfig
-from areal_buffer.records import RECORD_BYTES, Completion, NewTask
+from areal_buffer.records import ENDED_BYTES, RECORD_BYTES, Completion, NewTask
 from areal_buffer.redis_store import RedisStore
 
 
@@ -270,7 +270,8 @@ class Book:
             for each in calls:
                 fields = await self.redis.hgetall(each)
                 parts += [value for name, value in fields.items() if name != b"calls"]
-            held[task[b"purpose"]] += RECORD_BYTES + sum(map(len, parts)) + group
+            record = RECORD_BYTES if b"submitted" in task else ENDED_BYTES
+            held[task[b"purpose"]] += record + sum(map(len, parts)) + group
         for key in await self.redis.keys(f"{self.prefix}spare:*"):
             held[b"train"] += await self.redis.strlen(key)
         return held[b"train"], held[b"serve"]

@@ -48,7 +48,9 @@ def own_children() -> set[int]:
     # /proc/self/task/*/children would be shorter, and leaves some out while others end.
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            fields = (
+                (folder / "stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+            )
         except OSError:
             continue  # ended meanwhile
         if fields[_PARENT_FIELD] == me:

@@ -19,12 +19,14 @@ from urllib.parse import urlsplit
 from areal.errors import ConfigError
 
 TOKEN_VARIABLE = "AREAL_TOKEN"  # noqa: S105 - a name, not a secret
+PREVIOUS_VARIABLE = "AREAL_TOKEN_PREVIOUS"
 REDIS_VARIABLE = "AREAL_REDIS_PASSWORD"
 NATS_VARIABLE = "AREAL_NATS_TOKEN"
-SECRET_VARIABLES = (TOKEN_VARIABLE, REDIS_VARIABLE, NATS_VARIABLE)
+SECRET_VARIABLES = (TOKEN_VARIABLE, PREVIOUS_VARIABLE, REDIS_VARIABLE, NATS_VARIABLE)
 
 _FILES = {
     "token": TOKEN_VARIABLE,
+    "token-previous": PREVIOUS_VARIABLE,
     "redis-password": REDIS_VARIABLE,
     "nats-token": NATS_VARIABLE,
 }
@@ -48,11 +50,13 @@ class SecurityConfig:
 
     dir: str = ""
     """Folder of the files with secrets. `token` contains the bearer token of all gRPC and HTTP
-    endpoints (16 characters or more). `redis-password` and `nats-token` are used if the URLs in
-    endpoints.redis and endpoints.nats contain no secret. Instead of a file, you can set the
-    environment variable AREAL_TOKEN, AREAL_REDIS_PASSWORD or AREAL_NATS_TOKEN. If there is no
-    token, `areal run`, `areal up` and `areal serve` create one at each start, and a service that
-    you start yourself requires none."""
+    endpoints (16 characters or more). While you rotate it, `token-previous` contains the one
+    before: both are accepted, and a server that refuses the new one is sent the old one.
+    `redis-password` and `nats-token` are used if the URLs in endpoints.redis and endpoints.nats
+    contain no secret. Instead of a file, you can set the environment variable AREAL_TOKEN,
+    AREAL_TOKEN_PREVIOUS, AREAL_REDIS_PASSWORD or AREAL_NATS_TOKEN. If there is no token, `areal
+    run`, `areal up` and `areal serve` create one at each start, and a service that you start
+    yourself requires none."""
     tls_dir: str = ""
     """Folder of PEM files for mutual TLS on gRPC. `tls.crt` is the certificate, which must cover
     the host names in `endpoints`, and `tls.key` is its private key. `ca.crt` contains the
@@ -92,6 +96,8 @@ class Security:
     """
 
     token: str = field(default="", repr=False)
+    previous_token: str = field(default="", repr=False)
+    """Accepted, too, and presented to a server that refuses `token`: a rotation is under way."""
     redis_password: str = field(default="", repr=False)
     nats_token: str = field(default="", repr=False)
     tls: Tls | None = None
@@ -109,12 +115,13 @@ class Security:
             raise ConfigError(
                 f"security.dir {config.dir!r}: expected a folder with files of {', '.join(_FILES)}"
             )
-        token, redis, nats = (
+        token, previous, redis, nats = (
             _secret(folder and folder / name, variable, environment)
             for name, variable in _FILES.items()
         )
         return cls(
             token=_checked(token, config.token_file or TOKEN_VARIABLE),
+            previous_token=_checked(previous, PREVIOUS_VARIABLE) if token else "",
             redis_password=redis,
             nats_token=nats,
             tls=_tls(config.tls_dir) if config.tls_dir else None,
@@ -129,21 +136,26 @@ class Security:
             ConfigError: The file cannot be read, or does not hold a valid token.
         """
         token = _secret(Path(file) if file else None, TOKEN_VARIABLE, os.environ, needed=True)
+        previous = _secret(None, PREVIOUS_VARIABLE, os.environ)
         return cls(
-            token=_checked(token, file or TOKEN_VARIABLE), allow_insecure_bind=allow_insecure_bind
+            token=_checked(token, file or TOKEN_VARIABLE),
+            previous_token=_checked(previous, PREVIOUS_VARIABLE) if token else "",
+            allow_insecure_bind=allow_insecure_bind,
         )
 
     def admits(self, authorization: str | bytes | None) -> bool:
-        """Whether an Authorization header carries the token; without a token everything passes.
+        """Whether an Authorization header carries the token, or during a rotation the previous one.
 
-        Takes the same time wherever a wrong token differs from ours.
+        Without a token everything passes. Takes the same time wherever a wrong token differs.
         """
         if not self.token:
             return True
         given = authorization or b""
         given = given.encode(errors="replace") if isinstance(given, str) else given
         scheme, _, token = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(token, self.token.encode())
+        ours = [each.encode() for each in (self.token, self.previous_token) if each]
+        known = [hmac.compare_digest(token, each) for each in ours]
+        return scheme.lower() == b"bearer" and any(known)
 
     def foreign(self, header: Callable[[str], str | None]) -> str:
         """Says why an HTTP request may come from a foreign web page; "" if it does not.
@@ -172,6 +184,11 @@ class Security:
     def headers(self) -> dict[str, str]:
         """Returns the headers that an HTTP client sends."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def previous_headers(self) -> dict[str, str]:
+        """Returns what a client sends to a server that refuses `headers()`; {}: nothing else."""
+        token = self.previous_token
+        return {"Authorization": f"Bearer {token}"} if token else {}
 
     def check_bind(self, host: str, key: str) -> None:
         """Refuses an address that other machines reach if there is no token.

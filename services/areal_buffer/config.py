@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from areal.config.experiment import GRPOConfig
 from areal.protocol.trajectories import MAX_GROUP_BYTES
-from areal_buffer.records import RECORD_BYTES
+from areal_buffer.records import ENDED_BYTES, RECORD_BYTES
 
 # Groups that no step trains on may have this part of the ledger's memory.
 _SPARE_PART = 10
@@ -82,5 +82,6 @@ class BufferConfig:
             "kept_place_ms",
             "spare_bytes",
         )
-        numbers = {name: getattr(self, name) for name in names} | {"record_bytes": RECORD_BYTES}
+        numbers = {name: getattr(self, name) for name in names}
+        numbers |= {"record_bytes": RECORD_BYTES, "ended_bytes": ENDED_BYTES}
         return "{" + ",".join(f"{name}={number}" for name, number in numbers.items()) + "}"

@@ -8,6 +8,8 @@ from areal.types import Purpose
 
 RECORD_BYTES = 512
 """A task's record without its body, as the scripts count it; measured: about 530."""
+ENDED_BYTES = 200
+"""What is left of it once it has been trained on and released; measured: 185 of 16,000 tasks."""
 
 # Of Redis's own limit: above it Redis refuses every write, and then no commit could release
 # anything. What is left takes the next batch, which passes our limit, and what is not counted.

@@ -79,15 +79,14 @@ class Script:
 def load_scripts(config: BufferConfig) -> dict[str, Script]:
     """Returns all scripts by name, with this run's limits written into them."""
     folder = files("areal_buffer") / "lua"
-    head = (
-        f"local ALLOWED = {transitions_as_lua()}\n"
-        f"local CONFIG = {config.as_lua()}\n" + (folder / "prelude.lua").read_text()
-    )
-    tail = (folder / "main.lua").read_text()
+    head = f"local ALLOWED = {transitions_as_lua()}\nlocal CONFIG = {config.as_lua()}\n" + (
+        folder / "prelude.lua"
+    ).read_text("utf-8")
+    tail = (folder / "main.lua").read_text("utf-8")
     scripts = {}
     for name in NAMES:
         parts = _PARTS.get(name, (f"{name}.lua",))
-        body = "".join((folder / part).read_text() for part in parts)
+        body = "".join((folder / part).read_text("utf-8") for part in parts)
         text = f"{head}\nlocal function main()\n{body}\nend\n{tail}"
         scripts[name] = Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
     return scripts

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from redis.exceptions import AuthenticationError, RedisError
+
+from areal.chassis.logging import get_logger
 from areal.chassis.service import Registration, Server, ServiceContext, run_service
+from areal.clients.base import persist
 from areal.clients.connections import connect_redis
+from areal.errors import CannotStart, Unavailable
 from areal.v1.buffer_service_pb2_grpc import add_BufferServiceServicer_to_server
 from areal_buffer.config import BufferConfig
 from areal_buffer.ledger import Ledger, Wakes
@@ -16,6 +21,9 @@ from areal_buffer.redis_store import RedisStore
 from areal_buffer.servicer import BufferService
 from areal_buffer.sessions import SessionStore
 from areal_buffer.sweeper import Sweeper
+
+REDIS_WITHIN_S = 300.0
+"""A new Redis pod may still pull its image, or read a large file."""
 
 
 class BufferServer(Server):
@@ -39,12 +47,26 @@ class BufferServer(Server):
         return [("areal.v1.BufferService", add)]
 
     async def start(self) -> None:
-        """Starts the server once Redis has answered; fails if it does not answer within seconds."""
-        await self._sweeper.sample()
+        """Starts the server once Redis has answered; fails if it does not within REDIS_WITHIN_S."""
+        with self._context.waits.on("answer", "redis"):
+            await persist(self._first_sample, REDIS_WITHIN_S)
         keep = self._context.background.keep
         keep(self._sweeper.sweep_forever(), "sweep")
         keep(self._sweeper.sample_forever(), "sample")
         keep(self._sweeper.listen_forever(self._redis), "listen")
+
+    async def _first_sample(self) -> None:
+        try:
+            await self._redis.ping()
+        except AuthenticationError as error:  # waiting does not mend it
+            raise CannotStart(f"Redis refuses the password: {error}") from None
+        except RedisError:
+            pass  # the next call says what it is
+        try:
+            await self._sweeper.sample()
+        except Unavailable as error:
+            get_logger("areal_buffer").warning("redis_unreachable", error=str(error))
+            raise
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from areal.config.experiment import GRPOConfig
 from areal.config.learning_rules import Finding, of_config
 from areal.config.services import EndpointsConfig
+from areal.training.step_rows import MOST_ROWS
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class GatewayConfig:
     """A long poll for the trainer's next step row."""
     history: int = 900
     """Samples of queue and throughput kept for pages opened later."""
-    max_rows: int = 20_000
-    """Step rows kept; the oldest go first."""
+    max_rows: int = MOST_ROWS
+    """Step rows kept; of more, those in the middle are thinned."""
     max_body_bytes: int = 32 * 1024 * 1024
     """A request body."""
     max_streams: int = 256

@@ -37,7 +37,9 @@ class Sessions:
         # No name holds a dot: a-b/c and a/b-c stay apart.
         self.cookie = "areal-" + namespace.replace("/", ".")
         salt = f"areal-gateway session {self.cookie}"
-        self._signer = TimestampSigner(security.token, salt=salt, digest_method=hashlib.sha256)
+        # The last key signs; during a rotation, cookies of the previous token stay valid.
+        keys = [key for key in (security.previous_token, security.token) if key]
+        self._signer = TimestampSigner(keys, salt=salt, digest_method=hashlib.sha256)
 
     def issue(self) -> str:
         """Returns a new cookie value that is valid for LIFETIME_S."""
@@ -89,7 +91,7 @@ async def log_in(request: Request, sessions: Sessions) -> Response:
         return Response(status_code=408, headers={"Connection": "close"})
     token = parse_qs(body[:_MAX_FORM_BYTES].decode(errors="replace")).get("token", [""])[0].strip()
     if not sessions.security.admits(f"Bearer {token}"):
-        page = _PAGE.read_text().replace(_ERROR_MARK, '<p class="wrong">Wrong token.</p>')
+        page = _PAGE.read_text("utf-8").replace(_ERROR_MARK, '<p class="wrong">Wrong token.</p>')
         headers = {"Cache-Control": "no-store", "WWW-Authenticate": "Bearer"}
         return HTMLResponse(page, status_code=401, headers=headers)
     response = RedirectResponse("./", status_code=303)

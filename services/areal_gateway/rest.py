@@ -142,7 +142,7 @@ def record_json(record: TaskRecord) -> dict[str, Any]:
         "reason": record.reason,
         "attempts": record.attempts,
         "infrastructure_attempts": record.infrastructure_attempts,
-        "submit_time": record.submit_time,
+        "submit_time": record.submit_time or None,  # not of what was released
         "end_time": record.end_time,
         "step": record.step or None,
     }

@@ -28,6 +28,7 @@ import orjson
 
 from areal.chassis.waits import Wait
 from areal.config.learning_rules import Finding, of_run
+from areal.training.step_rows import thin
 
 SOURCES = ("ledger", "servers", "trainer")
 _VALUES = (*SOURCES, "versions")
@@ -55,7 +56,7 @@ class RunStatus:
         Args:
             run: Constant facts of the run, shown as they are.
             history: Samples kept.
-            max_rows: Step rows kept.
+            max_rows: Step rows kept; of more, those in the middle are thinned.
             configured: Sources that have an address.
             expected: What the configuration says against learning.
             clock: Unix seconds.
@@ -102,8 +103,7 @@ class RunStatus:
                 del self._rows[at:]
                 self._generation += 1
             self._rows.append(row)
-        if len(self._rows) > self._max_rows:
-            del self._rows[: len(self._rows) - self._max_rows]
+            thin(self._rows, self._max_rows)
         if rows:
             self._rows_changed()
 

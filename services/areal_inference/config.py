@@ -124,7 +124,7 @@ def _read_section(file: Path) -> Mapping[str, Any]:
     import yaml
 
     try:
-        document = yaml.safe_load(file.read_text())
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {file}: {error.strerror}") from None
     except yaml.YAMLError as error:

@@ -30,7 +30,7 @@ def installation_problem(folders: Iterable[str] = tuple(sys.path)) -> str:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(errors="replace")
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from enum import StrEnum
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from areal.errors import ArealError, InvalidInput
+from areal_launch.utf8 import restart_in_utf8
 
 
 class _Commands(TyperGroup):
@@ -142,6 +144,7 @@ def run(
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.run import run_on
+    from areal_launch.view.output import lasting_output
 
     recipe, chosen = find_recipe(recipe, overrides or [])
     if dry_run:
@@ -149,9 +152,10 @@ def run(
 
         typer.echo(describe_run(on, recipe, config, chosen))
         return 0
-    return run_on(
-        on, recipe, config, chosen, as_json=json, keep=keep, accept_changes=accept_changes
-    )
+    with lasting_output():
+        return run_on(
+            on, recipe, config, chosen, as_json=json, keep=keep, accept_changes=accept_changes
+        )
 
 
 @app.command("eval")
@@ -168,17 +172,19 @@ def evaluate(
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.run import run_on
+    from areal_launch.view.output import lasting_output
 
     recipe, chosen = find_recipe(Path("trainer.type=null"), overrides or [])
-    return run_on(
-        RunsOn.LOCAL,
-        recipe,
-        config,
-        chosen,
-        as_json=json,
-        keep=False,
-        accept_changes=accept_changes,
-    )
+    with lasting_output():
+        return run_on(
+            RunsOn.LOCAL,
+            recipe,
+            config,
+            chosen,
+            as_json=json,
+            keep=False,
+            accept_changes=accept_changes,
+        )
 
 
 @app.command()
@@ -206,8 +212,10 @@ def serve(
     run `make sglang-gpu` first, or set stack.inference_command.
     """
     from areal_launch.commands.serve import serve_model
+    from areal_launch.view.output import lasting_output
 
-    return serve_model(model, overrides or [], servers=servers, port=port, gpus=gpus)
+    with lasting_output():
+        return serve_model(model, overrides or [], servers=servers, port=port, gpus=gpus)
 
 
 @app.command()
@@ -229,7 +237,7 @@ def up(
     from areal_launch.commands.stack import resolve_up, run_detached, run_foreground
     from areal_launch.doctor.gpus import refuse_unusable
     from areal_launch.doctor.settle import settle_here
-    from areal_launch.view.output import say
+    from areal_launch.view.output import lasting_output, say
 
     resolved = resolve_up(recipe, config, overrides or [])
     settled = settle_here(resolved.config, resolved.source, with_trainer=False)
@@ -237,13 +245,14 @@ def up(
         say(settled.why)
     refuse_unusable(resolved.config, with_trainer=False)
     if not detach:
-        return run_foreground(
-            resolved,
-            with_trainer=False,
-            ready_fd=ready_fd,
-            accept_changes=accept_changes,
-            cluster=Cluster(settled.servers_part),
-        )
+        with lasting_output():
+            return run_foreground(
+                resolved,
+                with_trainer=False,
+                ready_fd=ready_fd,
+                accept_changes=accept_changes,
+                cluster=Cluster(settled.servers_part),
+            )
     arguments = [*(overrides or [])]
     for option, value in (("--config", config), ("--recipe", recipe)):
         arguments += [option, str(value)] if value is not None else []
@@ -550,6 +559,10 @@ def versions_export(
 
 def main() -> None:
     """Entry point of the console script."""
+    restart_in_utf8()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what a model wrote may hold half a surrogate pair
+            stream.reconfigure(errors="backslashreplace")
     # A shell's `&`, nohup and many CI systems start programs with SIGINT ignored, and Python keeps
     # it ignored. An interrupt sent to this process is intended, so handle it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

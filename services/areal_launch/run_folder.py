@@ -76,7 +76,7 @@ class RunFolder:
     def holder_pid(self) -> int:
         """Returns the pid that last took the lock; 0 if none did."""
         try:
-            return int(self.lock_file.read_text().strip() or 0)
+            return int(self.lock_file.read_text("utf-8").strip() or 0)
         except (OSError, ValueError):
             return 0
 
@@ -113,7 +113,7 @@ class RunFolder:
             NotFound: There is none, or it cannot be read.
         """
         try:
-            content = json.loads(self.stack_file.read_text())
+            content = json.loads(self.stack_file.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise NotFound(f"{self.stack_file}: no readable stack there ({error})") from None
         if not isinstance(content, dict):
@@ -130,7 +130,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file in one step."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
         temporary.replace(file)
     except OSError:
         temporary.unlink(missing_ok=True)

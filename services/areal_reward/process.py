@@ -7,11 +7,13 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import orjson
 
 import areal_reward
+from areal.chassis.logging import get_logger
 from areal.errors import CannotStart, Unavailable, WaitTimeout
 from areal.rewards.sandbox.launch import NAMESPACES, confine, variables
 from areal.security import without_secrets
@@ -22,6 +24,9 @@ from areal_reward.frames import Kind
 from areal_reward.progress import Progress
 
 _END_S = 5.0
+_PATIENCE = 20
+"""A worker that starts gets so many times `load_timeout_s`: on a starved machine, another attempt
+would take as long again."""
 
 
 def _environment() -> dict[str, str]:
@@ -56,7 +61,7 @@ class WorkerProcess:
         Raises:
             Unavailable: The process ended instead; its output is in the log.
             CannotStart: The same in a box, or there is no bubblewrap.
-            WaitTimeout: The process was not ready within `load_timeout_s`.
+            WaitTimeout: The process was not ready within `_PATIENCE` times `load_timeout_s`.
         """
         progress, file = Progress.create()
         with file:
@@ -100,12 +105,11 @@ class WorkerProcess:
                 for rest in inherited[1:]:
                     os.close(rest)
         worker = cls(process, progress, children)
-        since = asyncio.get_running_loop().time()
         try:
-            first = await asyncio.wait_for(worker.read(), config.load_timeout_s)
-        except TimeoutError:
+            first = await worker._first(config.load_timeout_s)
+        except WaitTimeout:
             await worker.end()
-            raise WaitTimeout("a reward worker to start", since=since) from None
+            raise
         except BaseException:
             worker.kill()
             raise
@@ -118,6 +122,24 @@ class WorkerProcess:
                 )
             raise Unavailable(f"reward worker did not start: {how}")
         return worker
+
+    async def _first(self, usual_s: float) -> tuple[Kind, bytes] | None:
+        """Returns the first frame; says every `usual_s` seconds that it still waits for it."""
+        log, since = get_logger("areal_reward.process"), time.monotonic()
+        reading = asyncio.ensure_future(self.read())
+        try:
+            for _ in range(_PATIENCE):
+                await asyncio.wait({reading}, timeout=usual_s)
+                if reading.done():
+                    return reading.result()
+                log.warning(
+                    "worker_starts_slowly",
+                    waited_s=round(time.monotonic() - since),
+                    hint="its imports have not ended; is this machine or its disk overloaded?",
+                )
+        finally:
+            reading.cancel()
+        raise WaitTimeout("a reward worker to start", since=since)
 
     def accepts(self, digest: str) -> bool:
         """Whether it may run functions of that recipe ("": built-in); a worker has one recipe only.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
+from areal.addresses import join_address
 from areal.chassis.service import Registration, Server, ServiceContext, run_service, split_address
 from areal.rewards.sandbox import Sandbox
 from areal.rewards.sandbox.box import Box
@@ -60,8 +61,10 @@ def _reachable(listen: str) -> str:
     """Where other processes reach this one: a wildcard is no address."""
     host, _, port = listen.rpartition(":")
     if host in ("0.0.0.0", "[::]"):  # noqa: S104  (compared)
-        host = socket.gethostbyname(socket.gethostname())
-    return f"{host}:{port}"
+        family = socket.AF_UNSPEC if host == "[::]" else socket.AF_INET
+        found = socket.getaddrinfo(socket.gethostname(), None, family, socket.SOCK_STREAM)
+        host = str(found[0][4][0])
+    return join_address(host, port)
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ def train_step(model: Path | None) -> dict[str, Any]:
         if model is None:
             make_tiny_model(folder)
         else:
-            (folder / "config.json").write_text(json.dumps(one_layer(read_config(model))))
+            (folder / "config.json").write_text(json.dumps(one_layer(read_config(model))), "utf-8")
         engine = FSDPLMEngine(TrainEngineConfig(path=name, init_from_scratch=True))
         try:
             engine.initialize(total_train_steps=1)

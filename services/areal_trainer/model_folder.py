@@ -25,14 +25,14 @@ def ready_from(model: Path) -> str | None:
     file = ready_file(model)
     if not (file.is_file() and (model / "config.json").is_file()):
         return None
-    return (file.read_text().splitlines() or [""])[0]
+    return (file.read_text("utf-8").splitlines() or [""])[0]
 
 
 def mark_ready(model: Path, source: str) -> None:
     """Marks the model as ready for others to read."""
     file = ready_file(model)
     half = file.with_name(f"{file.name}.new")
-    half.write_text(f"{source}\n")
+    half.write_text(f"{source}\n", "utf-8")
     half.replace(file)
 
 
@@ -52,7 +52,7 @@ def lacks(model: Path) -> str:
         return "no config.json"
     for file in sorted(model.glob("*.json")):
         try:
-            json.loads(file.read_text())
+            json.loads(file.read_text("utf-8"))
         except (ValueError, OSError):  # ValueError: not UTF-8, or not JSON
             return f"{file.name} is not JSON, or is incomplete"
     if problem := _weights_lack(model):
@@ -80,7 +80,7 @@ def _weights_lack(model: Path) -> str:
         except InvalidInput as error:
             return str(error)
     elif (model / INDEX).is_file():
-        shards = sorted(set(json.loads((model / INDEX).read_text())["weight_map"].values()))
+        shards = sorted(set(json.loads((model / INDEX).read_text("utf-8"))["weight_map"].values()))
         absent = [name for name in shards if not (model / name).is_file()]
         if absent:
             return f"no {absent[0]} ({len(shards) - len(absent)} of {len(shards)} files)"

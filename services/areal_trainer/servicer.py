@@ -13,8 +13,8 @@ from areal.v1 import trainer_service_pb2_grpc as pb_grpc
 
 # A long poll is bounded by the server too: a client that is gone must not be waited for.
 MAX_WAIT_S = 30.0
-# A row is about 600 bytes; a client that is far behind reads in pages.
-MAX_ROWS = 2000
+# A client that is far behind reads in pages: a row is about 4 kB.
+MAX_ROWS = 500
 
 
 class TrainerService(pb_grpc.TrainerServiceServicer):

@@ -28,6 +28,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from areal.chassis.logging import get_logger
+from areal.chassis.rare_log import RareLog
 from areal.config.services import in_object_store
 from areal.errors import ConfigError, InvalidInput, NotFound
 from areal.weights.broadcast import Offer, Seats, buckets
@@ -97,6 +98,8 @@ class Coordinator:
         self.broadcasts = Broadcasts()
         self._collected = -1
         self._log = get_logger("areal.weight_sync.coordinator")
+        self.routine = RareLog(self._log)
+        """For what each version brings, of each server."""
 
     # ── versions ────────────────────────────────────────────────────────────────────────────
 
@@ -194,13 +197,13 @@ class Coordinator:
         else:
             self.totals.published += 1
         self._current = version
-        self._log.info("published", version=version.version, path=version.path)
+        self.routine.info("published", version=version.version, path=version.path)
         self._wake()
 
     def _stored(self, before: PolicyVersion, version: PolicyVersion) -> None:
         """It has files now, for those whom no broadcast reached; or those of a newer trainer."""
         self._current = version
-        self._log.info("stored", version=version.version, path=version.path)
+        self.routine.info("stored", version=version.version, path=version.path)
         if before.digest != version.digest:  # its trainer died before, this is the next one's
             self.confirmation.restart(version.version)
             self.totals.confirmed_version = min(self.totals.confirmed_version, version.version - 1)
@@ -411,7 +414,7 @@ class Coordinator:
             self._collected = current.version
             in_use = [current.path, *(member.loading for member in self._members.values())]
             objects, keep = self.config.objects, self.config.keep_versions
-            work = collect(root, objects, current.version, keep, in_use, self.digests)
+            work = collect(root, objects, current.version, keep, in_use, self.digests, self.routine)
             self._spawn(work, "weights-garbage")
 
 

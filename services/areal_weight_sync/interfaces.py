@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from areal.chassis.rare_log import RareLog
 from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.broadcasts import Broadcasts
 from areal_weight_sync.config import WeightSyncConfig
@@ -83,6 +84,8 @@ class CoordinatorView(Protocol):
     pauses: Pace
     probes: Pace
     broadcasts: Broadcasts
+    routine: RareLog
+    """The log of what each version brings."""
 
     @property
     def target(self) -> PolicyVersion | None:

@@ -242,7 +242,12 @@ class Member:
             record.aborted_requests += aborted
             self._coordinator.updated(record, seconds if pausing else 0.0, aborted)
         record.hold(target)
-        self._log.info("updated", version=target.version, seconds=round(seconds, 4))
+        self._coordinator.routine.info(
+            "updated",
+            server=record.server_id,
+            version=target.version,
+            seconds=round(seconds, 4),
+        )
 
     async def _mode(self, target: PolicyVersion) -> str:
         interrupt = self._coordinator.config.interrupt

@@ -39,7 +39,7 @@ class WeightSyncServer(Server):
         context.closing.push_async_callback(redis.aclose)
         self._store = RedisStore(redis, config.namespace, config.lease_ttl_s, context.waits)
         self._announcer = own(Announcer(config.nats, config.namespace, security.nats_token))
-        self._session = own(open_session(security.headers()))
+        self._session = own(open_session(security.headers(), security.previous_headers()))
         self._metrics = WeightSyncMetrics(context.registry)
         context.waits.watch(self._metrics.waits)
         self._coordinator: Coordinator | None = None

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from areal.chassis.logging import get_logger
+from areal.chassis.rare_log import RareLog
 from areal.config.services import in_object_store
 from areal.errors import InvalidInput
 from areal.weights.delta import complete
@@ -81,9 +82,10 @@ class DigestCache:
             self._whole = manifest.path, manifest.digest
 
     def forget(self, folder: Path) -> None:
-        """Drops what is known of a deleted folder."""
+        """Drops what is known of a deleted folder, whose path may be relative."""
+        gone = folder.resolve()
         with self._lock:
-            for file in [f for f in self._digests if f.parent == folder]:
+            for file in [f for f in self._digests if f.parent.resolve() == gone]:
                 del self._digests[file]
 
 
@@ -144,7 +146,13 @@ def collect_objects(url: str, current: int, keep: int, in_use: Iterable[str]) ->
 
 
 async def collect(
-    root: Path, objects: str, current: int, keep: int, in_use: Iterable[str], digests: DigestCache
+    root: Path,
+    objects: str,
+    current: int,
+    keep: int,
+    in_use: Iterable[str],
+    digests: DigestCache,
+    routine: RareLog,
 ) -> None:
     """Runs `collect_garbage` and `collect_objects` in a thread, and logs the result."""
     log, busy = get_logger("areal.weight_sync.published"), list(in_use)
@@ -159,4 +167,4 @@ async def collect(
     for folder in deleted:
         digests.forget(folder)
     if names or deleted:
-        log.info("old_versions_deleted", folders=[*names, *(f.name for f in deleted)])
+        routine.info("old_versions_deleted", folders=[*names, *(f.name for f in deleted)])

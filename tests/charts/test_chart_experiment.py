@@ -100,7 +100,7 @@ def test_trainer_when_workloads_differ_then_each_tells_the_ranks_who_they_are():
         "Master": 1,
         "Worker": 1,
     }
-    assert job["runPolicy"]["backoffLimit"] == 5
+    assert job["runPolicy"]["backoffLimit"] == 10, "each pod's restarts are counted"
 
     indexed = render(*two, "--set", "trainer.workload=Job")
     (name,) = [

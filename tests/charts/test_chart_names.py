@@ -71,3 +71,24 @@ def test_release_when_long_trials_differ_anywhere_then_so_do_their_names(tmp_pat
     assert first != second
     assert max(len(first), len(second)) <= 53
     assert first.endswith("trial0")
+
+
+def test_names_when_one_is_given_then_all_begin_with_it():
+    names = [each["metadata"]["name"] for each in render("--set", "fullnameOverride=mine")]
+    assert [name for name in names if not name.startswith("mine-")] == []
+    (long,) = {
+        name.removesuffix("-buffer")
+        for each in of_kind(render("--set", f"fullnameOverride={LONGEST}"), "Deployment")
+        if (name := each["metadata"]["name"]).endswith("-buffer")
+    }
+    assert len(long) <= 31
+
+
+def test_prepare_when_its_job_is_to_be_deleted_then_kubernetes_knows_when():
+    def spec_of(*arguments):
+        (job,) = of_kind(render(*arguments), "Job")
+        return job["spec"]
+
+    assert "ttlSecondsAfterFinished" not in spec_of()
+    later = ("--set", "prepare.ttlSecondsAfterFinished=600")
+    assert spec_of(*later)["ttlSecondsAfterFinished"] == 600

@@ -73,7 +73,7 @@ def test_pods_when_rendered_then_what_they_mount_and_read_exists(values):
                     secret = made.get(("Secret", reference["name"]))
                     assert secret or reference["name"] in given, where
                     keys = secret["data"].keys() if secret else given[reference["name"]]
-                    assert reference["key"] in keys, where
+                    assert reference["key"] in keys or reference.get("optional"), where
             names = [variable["name"] for variable in container.get("env", [])]
             assert len(names) == len(set(names)), f"{where}: a variable twice"
         assert used == set(volumes), f"{pod.owner}: volumes that no container mounts"

@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.ledger_support import EMPTY, FULL, Book, complete, finished, make_group
+from tests.ledger_support import (
+    EMPTY,
+    FULL,
+    Book,
+    complete,
+    finished,
+    make_group,
+    make_task,
+    new_task,
+)
 
-from areal.errors import CapacityExceeded, Unavailable
-from areal.protocol.trajectories import GroupCodec, group_to_pb, pack_group
+from areal.errors import CapacityExceeded, LeaseLost, Unavailable
+from areal.protocol.trajectories import GroupCodec, group_to_pb, pack_group, task_to_pb
 from areal.types import Purpose
+from areal_buffer.records import ENDED_BYTES
 
 
 async def test_memory_when_near_limit_then_checkpoint_first_only_if_that_helps(
@@ -114,3 +124,40 @@ async def test_calls_when_redis_refuses_to_write_then_its_reason_is_told_and_not
     finally:
         await redis.config_set("min-replicas-to-write", 0)  # type: ignore[attr-defined]
     assert await book.counts() == counts
+
+
+def _with_a_long_row(task_id: str) -> bytes:
+    message = task_to_pb(make_task(task_id))
+    message.data_json += " " * 500
+    return message.SerializeToString()
+
+
+async def test_task_when_it_has_been_trained_on_and_released_then_200_bytes_stay(
+    book: Book,
+) -> None:
+    """A run of weeks ends millions of tasks."""
+    size = 256
+    await book.register(size=size, concurrent=10_000)
+
+    async def train(steps: range) -> int:
+        for step in steps:
+            await book.take(step)
+            ids = [f"e0-{step * size + place}" for place in range(size)]
+            tasks = [replace(new_task(each), body=_with_a_long_row(each)) for each in ids]
+            await book.store.submit(tasks, incarnation=0, seal=False, limit=EMPTY)
+            leases = await book.lease(size)
+            groups = [replace(finished(each, step - 1), token=leases[each]) for each in ids]
+            await book.store.complete(groups, limit=EMPTY)
+            assert (await book.take(step))[0] == "taken"
+            await book.store.commit(book.incarnation, step, step)
+        return int((await book.redis.info("memory"))["used_memory"])
+
+    before = await train(range(1, 3))
+    after = await train(range(3, 20))
+    assert (after - before) / (17 * size) <= ENDED_BYTES
+    first = f"e0-{size}"
+    assert await book.state(first) == "trained"
+    assert await book.submit(first) == [False]
+    with pytest.raises(LeaseLost):
+        await book.complete(first, 1)
+    assert await book.held() == await book.recount()

@@ -14,6 +14,8 @@ from tests.buffer_client import BufferClient
 from tests.buffer_server import start_buffer
 from tests.ledger_support import make_group, make_task
 from tests.redis_server import RedisServer
+from tests.service_process import service_process
+from tests.waiting import until
 
 from areal.clients.connections import connect_redis, redis_prefix
 from areal.errors import ArealError, LeaseLost, Unavailable, WaitTimeout
@@ -212,3 +214,26 @@ async def test_buffer_when_restarted_after_a_lease_time_then_leases_are_kept(
                 assert await client.complete_task("a", leases[0].token, make_group("a"), "w1")
             finally:
                 await client.close()
+
+
+async def test_buffer_when_redis_starts_after_it_then_it_waits_and_serves(tmp_path: Path) -> None:
+    """As when an upgrade replaces both pods at once."""
+    server, log = RedisServer(tmp_path / "redis"), tmp_path / "areal_buffer.log"
+
+    async def start_late() -> None:
+        await until(
+            lambda: log.exists() and "redis_unreachable" in log.read_text(), "the first refusal"
+        )
+        server.start()
+
+    late = asyncio.create_task(start_late())
+    try:
+        config = f"endpoints: {{redis: '{server.url}'}}"
+        async with service_process("areal_buffer", tmp_path, config) as service:
+            await late
+            client = BufferClient(service.listen)
+            assert (await client.get_stats()).submitted == 0
+            await client.close()
+    finally:
+        late.cancel()
+        server.kill()

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.certificates import Authority
+from tests.kubernetes import upkeep
 from tests.kubernetes.cluster import ROOT, Cluster, Failed
 from tests.kubernetes.scarce import Scarce
 from tests.kubernetes.sockets import Watcher
@@ -55,8 +56,11 @@ def parse() -> argparse.Namespace:
     add(
         "--scarce", action="store_true", help="test one GPU (faked), memory for one trainer, an HPA"
     )
+    add("--next-tag", default="", help="another tag of the images, to which it upgrades")
     add(
-        "--no-census", action="store_true", help="check no connections: the node is another machine"
+        "--no-census",
+        action="store_true",
+        help="check no connections and stop no leader: the node is another machine",
     )
     add(
         "--report",
@@ -80,8 +84,13 @@ def prepare(cluster: Cluster, scratch: Path) -> Authority:
     return authority
 
 
-def stages(run: Run) -> list[tuple[str, Callable[[], str]]]:
-    """In order; it trains from the second to the last but two."""
+def stages(run: Run, here: bool) -> list[tuple[str, Callable[[], str]]]:
+    """In order; it trains from the second to the last but two.
+
+    Args:
+        run: The release.
+        here: Whether the node is this machine, whose processes can be seen and stopped.
+    """
     if isinstance(run, Scarce):
         return [
             ("one GPU, memory for one trainer", run.make_scarce),
@@ -99,8 +108,13 @@ def stages(run: Run) -> list[tuple[str, Callable[[], str]]]:
         ("kubectl scale deploy/sglang", run.scale),
         ("helm upgrade, changed recipe", run.upgrade),
         ("helm rollback", run.rollback),
+        ("helm upgrade, another chart version", run.bump),
+        *([("helm upgrade, another image tag", run.retag)] if run.settings.next_tag else []),
+        *([("weight-sync's leader is lost", run.take_over)] if here else []),
+        ("secrets are rotated", run.rotate),
         *deletions,
         ("delete the PyTorchJob's master", lambda: run.delete("trainer")),
+        ("helm history", run.revisions),
         ("the run ends", run.finish),
         ("accounting", run.books),
     ]
@@ -147,7 +161,7 @@ def go_through(run: Run, watch: bool) -> None:
         print(f"{run.lines[-1][1]:.0f} s: {text}", flush=True)
 
     try:
-        for name, stage in stages(run):
+        for name, stage in stages(run, watch):
             if watcher:
                 watcher.stage = name
             take(name, stage)
@@ -180,10 +194,15 @@ def main() -> int:
     scratch = Path(tempfile.mkdtemp(prefix="areal-e2e-"))
     cluster, began, code = Cluster(arguments.namespace), time.monotonic(), 1
     folder = f"{arguments.data}/{scratch.name}" if arguments.data else ""
-    settings = Settings(arguments.tag, folder, arguments.values, arguments.steps, scratch)
+    settings = Settings(
+        arguments.tag, folder, arguments.values, arguments.steps, scratch, arguments.next_tag
+    )
     kind = Scarce if arguments.scarce else Run
     try:
-        run = kind(cluster, settings, prepare(cluster, scratch))
+        authority = prepare(cluster, scratch)
+        if kind is Run:
+            upkeep.limit(cluster, scratch)
+        run = kind(cluster, settings, authority)
     except subprocess.CalledProcessError as error:
         sys.exit(f"before the first stage: {error.stderr}")
     try:

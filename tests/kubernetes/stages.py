@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from tests.certificates import Authority
 from tests.chaos.books import Check, check_books, read_ledger, read_lines
-from tests.kubernetes import outside
+from tests.kubernetes import outside, upkeep
 from tests.kubernetes.cluster import (
     CHART,
     ROOT,
@@ -43,6 +43,8 @@ class Settings:
     values: list[Path]
     steps: int
     scratch: Path
+    next_tag: str = ""
+    """Another tag of the same images, to which the release is upgraded."""
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Run:
     authority: Authority
     lines: list[tuple[str, float, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    chart: Path = CHART
 
     # -- helpers --------------------------------------------------------------------------------
 
@@ -93,14 +96,14 @@ class Run:
     def values(self) -> list[str]:
         """The chart and its values, as helm's arguments."""
         settings = self.settings
-        found = [str(CHART), "--values", str(CHART / "ci" / "cpu-demo-values.yaml")]
+        found = [str(self.chart), "--values", str(CHART / "ci" / "cpu-demo-values.yaml")]
         for file in settings.values:
             found += ["--values", str(file)]
         found += [
             "--set",
             f"image.repository=areal,image.tag={settings.tag},tls.existingSecret={TLS_SECRET}",
         ]
-        found += ["--set", "rollout.service.type=NodePort"]
+        found += ["--set", "rollout.service.type=NodePort,weightSync.replicaCount=2"]
         found += ["--set", f"overrides.total_train_steps={settings.steps}"]
         if settings.data:
             found += ["--set", f"storage.hostPath={settings.data}/data"]
@@ -208,7 +211,7 @@ class Run:
         step, uid = self.step(), victim["metadata"]["uid"]
         if step >= self.settings.steps:
             raise Failed(f"training was over at step {step}, before this stage; give more --steps")
-        number = len([pod for pod in cluster.pods(component) if not is_leaving(pod)])
+        number = len(cluster.staying(component))
         cluster.kubectl("delete", "pod", victim["metadata"]["name"], "--wait=false")
 
         def replaced() -> bool:
@@ -221,13 +224,93 @@ class Run:
         newest = max(cluster.staying(component), key=lambda p: p["metadata"]["creationTimestamp"])
         seconds = ready_seconds(newest)
         self.wait_for_step(step + 2)
+        if component == "weight-sync":
+            return f"at step {step}; the standby took over"
         return f"at step {step}; the new pod was ready {seconds:.0f} s after its container started"
 
     def victim(self, component: str) -> Json:
-        """A pod of it; of the trainer the master."""
+        """A pod of it; of the trainer the master, of weight-sync the leader."""
         pods = [pod for pod in self.cluster.pods(component) if not is_leaving(pod)]
         masters = [p for p in pods if p["metadata"]["name"].endswith("-master-0")]
-        return (masters or pods)[0]
+        return (masters or self.cluster.staying(component) or pods)[0]
+
+    def bump(self) -> str:
+        """A chart of another version that makes the same pods replaces none."""
+        wait("pods that were leaving to be gone", self.settled, 300.0)
+        before, step = upkeep.lasting(self.cluster), self.step()
+        self.chart = upkeep.bumped_chart(self.settings.scratch)
+        self.cluster.helm("upgrade", "areal", *self.arguments())
+        self.wait_for_step(step + 2)
+        if before != (after := upkeep.lasting(self.cluster)):
+            gone = sorted(before[each] for each in set(before) - set(after))
+            raise Failed(f"pods were replaced or restarted: {gone}")
+        return f"0 of {len(before)} pods were replaced; training continued"
+
+    def settled(self) -> bool:
+        """Whether no pod of the release is leaving."""
+        return not any(map(is_leaving, self.cluster.get("pods")))
+
+    def retag(self) -> str:
+        """A new image tag replaces all pods, and the trainer resumes."""
+        step, before = self.step(), upkeep.lasting(self.cluster)
+        self.settings.tag = self.settings.next_tag
+        self.cluster.helm("upgrade", "areal", *self.arguments())
+        self.wait_for_step(step + 2)
+        wait("pods that were leaving to be gone", self.settled, 300.0)
+        if kept := set(before) & set(upkeep.lasting(self.cluster)):
+            raise Failed(f"pods kept the old image: {sorted(before[each] for each in kept)}")
+        return f"all {len(before)} pods were replaced; the trainer resumed at step {step}"
+
+    def take_over(self) -> str:
+        """The leader of weight-sync is killed or stopped, again and again."""
+        cluster = self.cluster
+        before, seconds = upkeep.published(cluster, "arithmetic/demo"), []
+        for number in range(upkeep.TAKEOVERS):
+            seconds.append(upkeep.lose_leader(cluster, number))
+            self.wait_for_step(self.step() + 1)
+        upkeep.leader_and_standby(cluster)
+        after = upkeep.published(cluster, "arithmetic/demo")
+        versions, count = (new - old for new, old in zip(after, before, strict=True))
+        if versions != count:
+            raise Failed(f"{versions} versions were published by {count} publications")
+        if max(seconds) >= upkeep.LEADER_S:
+            raise Failed(f"a standby took over after {max(seconds):.1f} s")
+        each = f"{min(seconds):.1f} to {max(seconds):.1f} s"
+        return (
+            f"{len(seconds)} times, by turns killed and stopped: the standby was the leader after "
+            f"{each}; {versions} versions were published meanwhile, each once"
+        )
+
+    def rotate(self) -> str:
+        """New secrets beside the previous ones, then an upgrade that replaces all pods."""
+        cluster, step = self.cluster, self.step()
+        restarts = self.restarts()
+        token = upkeep.rotate(cluster)
+        gaps = upkeep.Gaps(self.step_now)
+        try:
+            cluster.helm("upgrade", "areal", *self.arguments())
+            if cluster.secret("token") != token:
+                raise Failed("the upgrade changed the rotated token")
+            self.wait_for_step(self.step() + 2)
+        finally:
+            longest = gaps.close()
+        if longest > upkeep.GAP_S:
+            raise Failed(f"no step for {longest:.0f} s")
+        more = self.restarts() - restarts
+        return (
+            f"at step {step}; at most {longest:.0f} s between two steps; "
+            f"{max(0, more)} containers restarted"
+        )
+
+    def restarts(self) -> int:
+        """Of all containers of the release's pods."""
+        pods = self.cluster.get("pods", "-l", "app.kubernetes.io/instance=areal")
+        statuses = [c for pod in pods for c in pod["status"].get("containerStatuses", [])]
+        return sum(int(each["restartCount"]) for each in statuses)
+
+    def revisions(self) -> str:
+        """None failed."""
+        return f"{upkeep.no_failed_revision(self.cluster)} revisions, none failed"
 
     def finish(self) -> str:
         """The job succeeds."""

@@ -17,9 +17,9 @@ def write(root: Path, **files: str) -> None:
 def test_library_when_measured_then_within_its_bounds() -> None:
     library = house("areal")
     assert library.cycles() == []
-    assert len(library.graph) <= 20
+    assert len(library.graph) <= 21
     assert len(library.floors()) <= 9
-    assert library.arrows <= 72
+    assert library.arrows <= 76
 
 
 def test_packages_when_measured_then_each_imports_the_library_alone() -> None:

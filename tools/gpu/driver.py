@@ -55,6 +55,8 @@ class Driver:
         try:
             for case in cases:
                 later -= case.limit_s
+                if case.fresh:
+                    self._stop()
                 settings = list(case.settings)
                 for setting in settings:
                     left_s = end - scale * later - time.monotonic()

@@ -39,13 +39,14 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def make(shape: str, miniature: bool, *, layers: int = 0) -> Path:
+def make(shape: str, miniature: bool, *, layers: int = 0, positions: int = 0) -> Path:
     """A directory with config.json and a tokenizer, without weights.
 
     Args:
         shape: of a file in shapes/.
         miniature: tiny widths, the same architecture.
         layers: depth; 0: the shape's.
+        positions: of its longest sequence, if the shape has fewer.
     """
     config = json.loads((SHAPES / f"{shape}.json").read_text())
     if miniature:
@@ -53,6 +54,7 @@ def make(shape: str, miniature: bool, *, layers: int = 0) -> Path:
         config |= {"head_dim": 16} if "head_dim" in config else {}
     elif layers:
         config["num_hidden_layers"] = layers
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], positions)
     directory = Path(tempfile.mkdtemp(prefix="gpu-"))
     save_tokenizer(directory)
     (directory / "config.json").write_text(json.dumps(config))

@@ -27,6 +27,8 @@ class Case:
     """Seconds for one try, where a hang must leave time for the next."""
     smaller: Setting = field(default_factory=dict)
     """What a try that runs out of memory is repeated with."""
+    fresh: bool = False
+    """Starts in a new process: Liger patches an architecture for a whole process."""
 
 
 _FAMILIES = ("qwen2.5-0.5b", "qwen3-8b", "qwen3-30b-a3b")
@@ -39,16 +41,18 @@ _16K: Setting = {"tokens": 16384, "lengths": "one"}
 _64K: Setting = {"tokens": 65536, "lengths": "one"}
 
 CASES = (
-    Case("imports", "machine", 15, ({"of": "versions"}, {"of": "matmul"}, {"of": "copies"})),
+    Case("imports", "machine", 14, ({"of": "versions"}, {"of": "matmul"}, {"of": "copies"})),
     Case(
         "primitives",
         "primitives",
-        25,
+        20,
         (
             {"of": "attention", "heads": "14/2", "width": 64},
             {"of": "attention", "heads": "16/4", "width": 128},
             {"of": "attention", "heads": "16/4", "width": 128, "window": 50},
             {"of": "attention", "heads": "16/4", "width": 128, "shared": True},
+            {"of": "race", "heads": "16/8", "width": 128, "tokens": 16384},
+            {"of": "race", "heads": "16/8", "width": 128, "tokens": 2048},
             {"of": "mm_out_dtype"},
             {"of": "addmm_out_dtype"},
             {"of": "adamw_dtensor"},
@@ -63,7 +67,7 @@ CASES = (
     Case(
         "contact",
         "contact",
-        75,
+        60,
         (
             *({"shape": shape, "dtype": "float32", "kernel": "packed"} for shape in _FAMILIES),
             *(
@@ -73,20 +77,25 @@ CASES = (
                 for mode in ("none", "selective", "full", "offload")
             ),
             *(
+                {"shape": shape, "kernel": "varlen_cudnn", "recompute": mode}
+                for shape in _FAMILIES[:2]
+                for mode in ("none", "selective")
+            ),
+            *(
                 {**_SMALL, "with": part}
                 for part in ("offload", "lora", "ref", "critic", "resume", "export", "oom")
             ),
         ),
         try_s=15,
     ),
-    Case("step", "speed", 35, ({**_MIDDLE, "profile": True},), smaller={"layers": 8}),
-    Case("head", "head", 20, tuple({"tokens": 8192, "chunk": c} for c in (441, 2048, 4096, 8192))),
+    Case("step", "speed", 18, ({**_MIDDLE, "profile": True},), smaller={"layers": 8}),
+    Case("head", "head", 6, tuple({"tokens": 8192, "chunk": c} for c in (441, 2048, 4096, 8192))),
     Case(
         "widths",
         "speed",
-        50,
+        30,
         (
-            {**_SMALL, **_EVEN},
+            {**_SMALL, **_EVEN, "profile": True},
             {**_SMALL, **_MIXED},
             {"shape": "qwen2.5-7b", "layers": 8, **_EVEN},
             {**_MIDDLE, "again": True},  # its difference from `step` is the noise
@@ -97,38 +106,56 @@ CASES = (
     Case(
         "prime",
         "speed",
-        65,
+        140,
         (
             {"shape": "qwen3-0.6b", **_16K, "loss": "rl"},
             {"shape": "qwen3-0.6b", **_64K, "loss": "rl"},
             {"shape": "qwen3-0.6b", **_16K, "loss": "sft"},
             {"shape": "qwen3-4b", **_16K, "loss": "rl", "lora": True},
             {"shape": "qwen3-4b", **_64K, "loss": "rl", "lora": True},
+            {"shape": "qwen3-0.6b", **_64K, "loss": "rl", "attention": "varlen_cudnn"},
+            {"shape": "qwen3-4b", **_64K, "loss": "rl", "lora": True, "attention": "varlen_cudnn"},
         ),
     ),
     Case(
         "modes",
         "speed",
-        30,
-        tuple({**_MIDDLE, "recompute": mode} for mode in ("selective", "full", "offload")),
+        25,
+        (
+            {**_MIDDLE, "recompute": "selective", "profile": True},
+            {**_MIDDLE, "recompute": "full"},
+            {**_MIDDLE, "recompute": "offload"},
+            {"shape": "qwen3-4b", **_16K, "loss": "rl", "lora": True, "recompute": "full"},
+        ),
     ),
-    Case("compile", "speed", 65, ({**_MIDDLE, "kernels": "compile"},)),
+    Case(
+        "kernels",
+        "speed",
+        65,
+        (
+            {**_MIDDLE, "kernels": "eager"},
+            {"shape": "qwen3-0.6b", **_16K, "loss": "rl", "kernels": "eager"},
+            {**_MIDDLE, "kernels": "compile", "vary": True},
+            {"shape": "qwen3-0.6b", **_16K, "loss": "rl", "kernels": "compile"},
+        ),
+        fresh=True,
+    ),
     Case(
         "attention",
         "speed",
-        30,
+        12,
         tuple({**_MIDDLE, "lengths": "groups", "share": on} for on in (True, False)),
     ),
-    Case("checkpoint", "checkpoint", 40, ({"shape": "qwen2.5-1.5b"},), smaller=_SMALL),
+    Case("checkpoint", "checkpoint", 35, (_SMALL,)),
     Case(
         "moe",
         "speed",
-        35,
+        6,
         ({"shape": "qwen3-30b-a3b", "layers": 4, **_EVEN},),
         smaller={"layers": 2},
     ),
-    Case("plain", "plain", 30, (_MIDDLE,), smaller={"layers": 8}),
-    Case("rest", "rest", 5, ({"steps": 20},)),
+    Case("plain", "plain", 16, (_MIDDLE,), smaller={"layers": 8}),
+    Case("rest", "rest", 70, ({"steps": 20},)),
 )
 NAMES = tuple(case.name for case in CASES)
 

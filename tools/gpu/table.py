@@ -15,6 +15,7 @@ LONGEST = 12_000
 _NOT_FIGURES = {
     *("case", "setting", "outcome", "at", "gpu", "torch", "miniature", "seconds"),
     *("why", "frames", "peak_gib"),
+    *("kernels_ms", "operators_ms"),  # too long for a table
 }
 
 Line = dict[str, Any]

@@ -3,7 +3,8 @@
 {{/* At most 31 characters: chart and operators add up to 32 (`-trainer-01234567` and `-node-0-0-abcde`), and a DNS label has at most 63.
      A longer name is cut and gets a hash of the whole name, so `…-trial1` and `…-trial2` stay different. */}}
 {{- define "areal.fullname" -}}
-{{- $full := .Release.Name }}{{ if not (contains "areal" $full) }}{{ $full = printf "%s-areal" $full }}{{ end }}
+{{- $full := .Values.fullnameOverride | default .Release.Name }}
+{{- if not (or .Values.fullnameOverride (contains "areal" $full)) }}{{ $full = printf "%s-areal" $full }}{{ end }}
 {{- if gt (len $full) 31 }}{{ $full = printf "%s-%s" ($full | trunc 24 | trimSuffix "-") (sha256sum $full | trunc 6) }}{{ end }}
 {{- $full }}
 {{- end }}
@@ -71,6 +72,11 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- $root := index . 0 }}
 - name: {{ index . 1 }}
   valueFrom: {secretKeyRef: {name: {{ include "areal.secretName" $root }}, key: {{ index . 2 }}}}
+{{- if eq (index . 1) "AREAL_TOKEN" }}
+# While the token is rotated: the one before.
+- name: AREAL_TOKEN_PREVIOUS
+  valueFrom: {secretKeyRef: {name: {{ include "areal.secretName" $root }}, key: token-previous, optional: true}}
+{{- end }}
 {{- end }}
 
 {{/* OpenTelemetry's standard environment variables, which say where to send traces. */}}

@@ -87,6 +87,13 @@
 {{- define "areal.serviceSpec" -}}
 {{- $ := .root }}{{ $values := index .root.Values .key }}{{ $listen := .listen | default 50051 }}{{ $port := ternary "http" "grpc" (eq $listen 8080) -}}
 terminationGracePeriodSeconds: {{ add .grace 10 }}
+{{- if .standby }}
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm: {topologyKey: kubernetes.io/hostname, labelSelector: {matchLabels: {{ include "areal.selectorLabels" (list $ .name) | fromYaml | toJson }}}}
+{{- end }}
 {{- if .data }}
 initContainers: {{- include "areal.waitForModel" $ | nindent 2 }}
 {{- end }}
@@ -112,10 +119,11 @@ containers:
       {{- range $name, $number := .ports }}
       - {name: {{ $name }}, containerPort: {{ $number }}}
       {{- end }}
-    startupProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 300}
+    # A process is alive while it waits for Redis, for CPU time, or as the standby of another pod; it is ready when it serves.
+    startupProbe: {httpGet: {path: /livez, port: metrics}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 300}
     readinessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 3}
     # Restarts a process that hangs. The limits are long, to spare a process that only lacks CPU time.
-    livenessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 15, timeoutSeconds: 10, failureThreshold: 12}
+    livenessProbe: {httpGet: {path: /livez, port: metrics}, periodSeconds: 15, timeoutSeconds: 10, failureThreshold: 12}
     # Gives callers time to see in the Endpoints that the pod is leaving, before the process drains.
     lifecycle: {preStop: {exec: {command: [sleep, "3"]}}}
     securityContext: {{- include "areal.securityContext" $ | nindent 6 }}
@@ -134,7 +142,7 @@ volumes:
 
 {{/* The Deployment and Service of one of the project's services. Takes (dict "root" $ "key" "weightSync" "name" "weight-sync" "grace" 30).
      Optional keys: "secrets" (list variable key …), "data" "read" or "write", "listen" 8080, "account" (name of a ServiceAccount),
-     "image" "weight-sync", "recreate" true, "ports" (dict name 8500) */}}
+     "image" "weight-sync", "recreate" true, "standby" true, "ports" (dict name 8500) */}}
 {{- define "areal.service" -}}
 {{- $ := .root }}{{ $values := index .root.Values .key }}{{ $id := list .root .name }}{{ $listen := .listen | default 50051 }}{{ $port := ternary "http" "grpc" (eq $listen 8080) }}
 {{- if $values.enabled -}}
@@ -149,7 +157,7 @@ spec:
   # The pod waits for the model until prepare's deadline; then its process starts.
   progressDeadlineSeconds: {{ add $.Values.prepare.deadlineSeconds 900 }}
   {{- end }}
-  strategy: {{ if .recreate }}{type: Recreate}{{ else }}{type: RollingUpdate, rollingUpdate: {maxSurge: 1, maxUnavailable: 0}}{{ end }}
+  strategy: {{ if .standby }}{type: RollingUpdate, rollingUpdate: {maxSurge: 0, maxUnavailable: 100%}}{{ else if .recreate }}{type: Recreate}{{ else }}{type: RollingUpdate, rollingUpdate: {maxSurge: 1, maxUnavailable: 0}}{{ end }}
   selector:
     matchLabels: {{- include "areal.selectorLabels" $id | nindent 6 }}
   template:

@@ -27,7 +27,7 @@ from areal.errors import InvalidInput
 
 OUTPUT_BYTES = 64 * 1024
 """How much of the end of a command's output is kept."""
-_INHERITED = ("PATH", "LANG", "LC_ALL", "TZ")
+_INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONUTF8")
 _REST_S = 1.0
 """How long the rest of the output is read after the end of the command, in seconds."""
 

@@ -10,6 +10,7 @@ from typing import Self
 
 from aiohttp import web
 
+from areal.addresses import join_address, loopback
 from areal.agents.routes import handle
 from areal.agents.session import Session
 from areal.chassis.http_connections import IDLE_S, HttpSite
@@ -29,10 +30,10 @@ class Endpoint:
         ...     await run(task, endpoint.base_url, api_key)
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        """`host` is the address of this machine on which it listens."""
+    def __init__(self, host: str = "") -> None:
+        """`host`: the address of this machine on which it listens; "": loopback."""
         self._sessions: dict[str, Callable[[str], Session]] = {}
-        self._host = host
+        self._host = host or loopback()
         self._runner: web.AppRunner | None = None
         self.base_url = ""
 
@@ -63,7 +64,7 @@ class Endpoint:
         )
         await self._runner.setup()
         await HttpSite(self._runner, self._host, 0).start()
-        self.base_url = "http://{}:{}/v1".format(*self._runner.addresses[0])
+        self.base_url = f"http://{join_address(*self._runner.addresses[0][:2])}/v1"
         return self
 
     async def __aexit__(

@@ -35,12 +35,13 @@ def check_address(address: str) -> None:
 def host_towards(address: str) -> str:
     """Returns this machine's address as the server's machine sees it; sends nothing."""
     parts = urlsplit(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((parts.hostname, parts.port))
-        except OSError as error:
-            raise Unavailable(f"{address}: {error}") from None
-        return str(probe.getsockname()[0])
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)
+        with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+            probe.connect(found[0][4])
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise Unavailable(f"{address}: {error}") from None
 
 
 class EnvServer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 from typing import Any, ClassVar
 
@@ -47,14 +48,20 @@ def verifiers_rows(python: str, taskset: dict[str, Any], count: int) -> list[dic
     command = [python, "-c", _ROWS, json.dumps(taskset), str(count)]
     try:
         done = subprocess.run(  # noqa: S603 - the recipe names the interpreter
-            command, capture_output=True, text=True, timeout=ROWS_WITHIN_S, check=False
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "PYTHONUTF8": "1"},
+            timeout=ROWS_WITHIN_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InvalidInput(f"taskset {taskset.get('id')!r}: {error}") from None
     if done.returncode:
         said = done.stderr.strip().rpartition("\n")[2]
         raise InvalidInput(f"taskset {taskset.get('id')!r}: {python}: {said}")
-    lines = done.stdout.splitlines()
+    lines = done.stdout.split("\n")  # not at U+2028, which JSON may contain
     return [json.loads(line[4:]) for line in lines if line.startswith("row ")]
 
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter
 from areal.security import UNAUTHENTICATED, Security
 
 OPEN_GRPC = f"/{health.SERVICE_NAME}/"
-OPEN_HTTP = "/healthz"
+OPEN_HTTP = ("/healthz", "/livez")
 
 
 class Doorkeeper:
@@ -71,7 +71,7 @@ async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
 
 
 def http_middleware(doorkeeper: Doorkeeper) -> Any:
-    """Guards the chassis's small HTTP server: all routes except /healthz."""
+    """Guards the chassis's small HTTP server: all routes except those for probes."""
 
     @web.middleware
     async def check(
@@ -79,7 +79,7 @@ def http_middleware(doorkeeper: Doorkeeper) -> Any:
     ) -> web.StreamResponse:
         if why := doorkeeper.foreign(request.headers.get):
             return web.json_response({"error": why}, status=403)
-        admitted = request.path == OPEN_HTTP or doorkeeper.admits(
+        admitted = request.path in OPEN_HTTP or doorkeeper.admits(
             request.headers.get("Authorization"), "http"
         )
         if admitted:

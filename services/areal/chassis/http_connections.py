@@ -18,6 +18,7 @@ from typing import cast
 
 from aiohttp import web
 
+from areal.addresses import join_address
 from areal.chassis.process import open_files
 
 HEAD_WITHIN_S = 10.0
@@ -75,7 +76,7 @@ class HttpSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        return f"http://{self._host}:{self._port}"
+        return f"http://{join_address(self._host, self._port)}"
 
     async def start(self) -> None:
         await super().start()

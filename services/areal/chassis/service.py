@@ -163,13 +163,16 @@ async def _start_http(
             {"service": context.name, "serving": ready}, status=200 if ready else 503
         )
 
+    async def livez(_: web.Request) -> web.Response:
+        # Also while the service starts, stands by or drains: only a process that hangs is silent.
+        return web.json_response({"service": context.name, "alive": True})
+
     async def waits(_: web.Request) -> web.Response:
         return web.json_response(context.waits.as_json(context.name))
 
     app = web.Application(middlewares=[http_middleware(doorkeeper)])
-    app.add_routes(
-        [web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/waits", waits)]
-    )
+    pages = {"/metrics": metrics, "/healthz": healthz, "/livez": livez, "/waits": waits}
+    app.add_routes([web.get(path, page) for path, page in pages.items()])
     logger = logging.getLogger("aiohttp.server")
     logger.addFilter(_is_our_fault)
     runner = web.AppRunner(app, access_log=None, logger=logger, keepalive_timeout=IDLE_S)
@@ -332,7 +335,9 @@ def run_service(
     parser = argparse.ArgumentParser(prog=f"areal-{name}", allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="The experiment file.")
     parser.add_argument("--listen", required=True, help="host:port to serve on.")
-    parser.add_argument("--metrics", default="", help="host:port for /metrics and /healthz.")
+    parser.add_argument(
+        "--metrics", default="", help="host:port for /metrics, /healthz and /livez."
+    )
     parser.add_argument(
         "--grace", type=float, default=20.0, help="Time to finish calls after SIGTERM, in seconds."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -17,6 +18,7 @@ from areal.chassis.backoff import Backoff
 from areal.security import Security
 
 ResponseT = TypeVar("ResponseT")
+_Metadata = tuple[tuple[str, str], ...]
 
 _MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 _ERROR_KEY = "areal-error"
@@ -39,6 +41,8 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     # One process may hold several channels to one address, each with its own connection.
     ("grpc.use_local_subchannel_pool", 1),
+    # A user's proxy is for the internet.
+    ("grpc.enable_http_proxy", 0),
 )
 
 
@@ -114,6 +118,10 @@ class CallPolicy:
 Policies = Mapping[str, CallPolicy]
 
 
+def _metadata(headers: Mapping[str, str]) -> _Metadata:
+    return tuple((key.lower(), value) for key, value in headers.items())
+
+
 def _name(method: Any) -> str:
     """Of the RPC that a stub's method calls."""
     return bytes(method._method).decode().rsplit("/", maxsplit=1)[-1]
@@ -153,7 +161,8 @@ class Client:
         self._security = security = security or Security()
         self._channel = open_channel(address, security, name)
         # Given with each call: an interceptor would cost every call a task of its own.
-        self._metadata = tuple((k.lower(), v) for k, v in security.headers().items())
+        self._metadata = _metadata(security.headers())
+        self._previous = _metadata(security.previous_headers())
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._closed = False
 
@@ -185,19 +194,25 @@ class Client:
         name = _name(method)
         policy = self.policy(name)
         since = time.monotonic()
-        metadata = self._metadata + tracing.headers()
+        timeout, trace = policy.timeout_s + max(0.0, wait_s), tracing.headers()
 
-        async def once() -> ResponseT:
+        async def present(metadata: _Metadata) -> ResponseT:
             self._raise_if_closed(name)
             try:
-                return await method(
-                    request, timeout=policy.timeout_s + max(0.0, wait_s), metadata=metadata
-                )
+                return await method(request, timeout=timeout, metadata=metadata + trace)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, name, self.address, since) from None
             except asyncio.CancelledError:
                 self._raise_if_closed_meanwhile(name)
                 raise
+
+        async def once() -> ResponseT:
+            try:
+                return await present(self._metadata)
+            except errors.Unauthenticated:
+                if not self._previous:
+                    raise
+            return await present(self._previous)
 
         return await persist(once, policy.retry_s)
 
@@ -209,11 +224,29 @@ class Client:
         timeout_s: float | None,
     ) -> AsyncGenerator[Any, None]:
         """Yields a streaming call's messages, tried once; `timeout_s`: for all (None: no limit)."""
+        try:
+            async with aclosing(self._stream(method, request, timeout_s, self._metadata)) as stream:
+                async for message in stream:
+                    yield message
+            return
+        except errors.Unauthenticated:  # before any message
+            if not self._previous:
+                raise
+        async with aclosing(self._stream(method, request, timeout_s, self._previous)) as stream:
+            async for message in stream:
+                yield message
+
+    async def _stream(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        timeout_s: float | None,
+        presented: _Metadata,
+    ) -> AsyncGenerator[Any, None]:
         name = _name(method)
         since = time.monotonic()
-        metadata = self._metadata + tracing.headers()
         self._raise_if_closed(name)
-        call = method(request, timeout=timeout_s, metadata=metadata)
+        call = method(request, timeout=timeout_s, metadata=presented + tracing.headers())
         try:
             async for message in call:
                 yield message

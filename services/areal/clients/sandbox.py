@@ -80,7 +80,7 @@ class SandboxClient(Client):
         """
         if address == self.address:
             return LentBox(self, sandbox_id)
-        name = self.address.rpartition(":")[0]
+        name = self.address.rpartition(":")[0].strip("[]")
         return LentBox(SandboxClient(address, self._security, name=name), sandbox_id, owns=True)
 
     async def run(

@@ -404,4 +404,4 @@ def as_yaml(config: BaseExperimentConfig) -> str:
 def save_config(config: BaseExperimentConfig, file: Path) -> None:
     """Writes the resolved experiment file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(as_yaml(config))
+    file.write_text(as_yaml(config), encoding="utf-8")

@@ -219,7 +219,8 @@ class StackConfig:
     inference_max_running: Annotated[int, Ge(1)] = 256
     """Maximum number of requests that each inference server decodes at once."""
     max_restarts: Annotated[int, Ge(0)] = 5
-    """How many times a process may restart within ten minutes; one more failure ends the run."""
+    """How many times a process may restart within ten minutes of being up; one more failure ends
+    the run. A start that fails, however long it takes, uses up none of these minutes."""
     gpus_per_node: Annotated[int, Ge(0)] = 0
     """Number of GPUs on each node. Inference servers and trainer ranks do not share GPUs. On this
     machine they are the first of `CUDA_VISIBLE_DEVICES` (indices, UUIDs or MIG slices), if it is

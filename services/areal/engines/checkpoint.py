@@ -73,7 +73,7 @@ def save(
     """
     directory.mkdir(parents=True, exist_ok=True)
     if dist.get_rank(process_group) == 0:
-        (directory / STATE_FILE).write_text(json.dumps(dict(state), indent=2) + "\n")
+        (directory / STATE_FILE).write_text(json.dumps(dict(state), indent=2) + "\n", "utf-8")
     writer = _DigestingWriter(directory)
     if not background:
         save_distributed(tensors, storage_writer=writer, process_group=process_group)
@@ -106,7 +106,7 @@ class _DigestingWriter(FileSystemWriter):
         written.wait()
         folder, prefix = Path(os.fspath(self.path)), plan.storage_data.prefix
         own = {file.name: describe(file) for file in sorted(folder.glob(f"{prefix}*.distcp"))}
-        (folder / f"{prefix}{DIGESTS}").write_text(json.dumps(own))
+        (folder / f"{prefix}{DIGESTS}").write_text(json.dumps(own), "utf-8")
         return written
 
 
@@ -141,7 +141,7 @@ def load(
         InvalidInput: the checkpoint is incomplete, or belongs to another model.
     """
     saved = _saved(directory)
-    state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text())
+    state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text("utf-8"))
     for name in [name for name in tensors if name.startswith("random.") and name not in saved]:
         # Written by fewer ranks: this rank continues with the random state it has.
         del tensors[name]

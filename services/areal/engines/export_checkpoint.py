@@ -58,10 +58,12 @@ def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> No
             lora.write(engine.model.hf, folder / "adapter", source)
     finally:
         engine.destroy()
-    step = json.loads((checkpoint / "done.json").read_text())["extra"]["step"]
+    step = json.loads((checkpoint / "done.json").read_text("utf-8"))["extra"]["step"]
     results = config_file.parent / "trainer.json"
-    measured = json.loads(results.read_text()).get(EVALUATIONS, []) if results.is_file() else []
-    (folder / "README.md").write_text(card(config, step, measured, scalar=scalar))
+    measured = (
+        json.loads(results.read_text("utf-8")).get(EVALUATIONS, []) if results.is_file() else []
+    )
+    (folder / "README.md").write_text(card(config, step, measured, scalar=scalar), "utf-8")
 
 
 def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]], *, scalar: bool) -> str:

@@ -139,7 +139,7 @@ def load_failed_batch(folder: Path) -> tuple[list[Batch], dict[str, Any]]:
         InvalidInput: `folder` is not one, or a file in it is damaged.
     """
     try:
-        info: dict[str, Any] = json.loads((folder / "failure.json").read_text())
+        info: dict[str, Any] = json.loads((folder / "failure.json").read_text("utf-8"))
         files = [folder / f"rank_{rank}.safetensors" for rank in range(int(info["ranks"]))]
         batches = [load_file(file) for file in files]
     except (OSError, ValueError, KeyError, SafetensorError) as error:

@@ -38,6 +38,7 @@ from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
 from areal.engines.parallel import memory
 from areal.engines.parallel.apply import decoder_layers, parallelize, resolve_precision
+from areal.engines.parallel.estimate import layer_kernels
 from areal.engines.parallel.mesh import (
     Mesh,
     join_process_group,
@@ -106,17 +107,19 @@ class FSDPEngine(TrainEngine):
         if config.lora is not None:
             self.mesh.layout.check_adapters()
             lora.inject(hf, config.lora, master)
+        gpu = self.device.type == "cuda"
+        kernels = layer_kernels(config.kernels, hf.config.model_type, self.mesh.layout, gpu=gpu)
         budget = None
         if isinstance(config, TrainEngineConfig) and config.optimizer is not None:
             budget = memory.budget(config, self._mesh, self.device)
-            memory.recompute_layers(hf, budget.mode, config.kernels)
+            memory.recompute_layers(hf, budget.mode, kernels)
         if config.optimizer is None:
             hf.requires_grad_(False)
         kernel = dispatch.choose(hf, config.attn_impl, self.device, compute)
         chunk = budget.chunk if budget else memory.frozen_chunk(config, hf, self.device)
         heeding = recurrent.choose(hf, decoder_of(hf), self.device, compute)
         model = PackedCausalLM(hf, kernel=kernel, chunk_elements=chunk, boundaries=heeding)
-        memory.use_kernels(hf, decoder_layers(hf), config.kernels, self.device)
+        memory.use_kernels(hf, decoder_layers(hf), kernels, self.device)
         offload = config.offload
         self._sharded = (
             self.world_size > 1 or compute != master or config.fsdp_at_world_size_1 or offload
@@ -138,7 +141,8 @@ class FSDPEngine(TrainEngine):
             log = get_logger("areal.engines.fsdp")
             log.info("self_test_passed", **asdict(tested))
             if budget is not None:
-                log.info("memory_estimate", each_rank=str(budget), recompute=budget.mode)
+                estimated = {"each_rank": str(budget), "recompute": budget.mode}
+                log.info("memory_estimate", **estimated, kernels=kernels)
         self._step = TrainStep(
             model,
             config,

@@ -59,6 +59,9 @@ def count_loss_tokens(batch: Batch) -> int:
     return int(batch["loss_mask"].sum())
 
 
+_WORTH_SHARING = 0.2
+"""The part of a micro-batch's tokens in common prefixes from which on a GPU's attention kernels
+share them: copying queries, keys and values cost an H200 14 % of a step (docs/gpu.md)."""
 _NORM, _BAD = "norm of the gradient", "logprobs that are not finite"
 """Names beside those of a loss function's statistics."""
 
@@ -371,8 +374,8 @@ class TrainStep:
         """
         targets = torch.nonzero(mb["loss_mask"]).flatten()
         packed, shares = self.model.kernel == PACKED, self._config.share_prefixes
-        shares = packed if shares is None else shares
-        layout = self.model.plan(mb, share_prefixes=shares)
+        least = 0.0 if packed or shares is not None else _WORTH_SHARING
+        layout = self.model.plan(mb, share_prefixes=shares is not False, least=least)
         seen = None
         if images.has_images(mb):
             seen = vision.plan(self.model.hf, mb, layout).map(self._to_device)

@@ -137,7 +137,7 @@ def room_for_weights(cgroup: Path = _CGROUP_LIMIT) -> int:
     """
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        limit = cgroup.read_text().strip()
+        limit = cgroup.read_text(encoding="utf-8").strip()
     except OSError:
         limit = "max"
     return min(there, int(limit) if limit.isdecimal() else there) // 2

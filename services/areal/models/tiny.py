@@ -106,7 +106,7 @@ def save_tokenizer(
         "clean_up_tokenization_spaces": False,
         "chat_template": _SEEING_TEMPLATE if sees else CHAT_TEMPLATE,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def make_tiny_model(

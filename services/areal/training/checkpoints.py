@@ -67,7 +67,7 @@ class CheckpointFolder:
         """
         described: dict[str, Any] = {}
         for each in temporary.glob(f"*{DIGESTS}"):
-            described |= json.loads(each.read_text())
+            described |= json.loads(each.read_text("utf-8"))
             each.unlink()
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
         names = {str(p.relative_to(temporary)): p for p in files}
@@ -75,7 +75,7 @@ class CheckpointFolder:
             "files": {name: described.get(name) or describe(p) for name, p in names.items()},
             "extra": extra,
         }
-        (temporary / "done.json").write_text(json.dumps(done, indent=1))
+        (temporary / "done.json").write_text(json.dumps(done, indent=1), "utf-8")
         for path in [*files, temporary / "done.json", temporary]:
             _fsync(path)
         final = self.root / temporary.name.removeprefix(".tmp-")
@@ -128,7 +128,7 @@ class CheckpointFolder:
     ) -> dict[str, Any] | None:
         """Its `extra` if every file has its size and, those that `read` chooses, their digest."""
         try:
-            done = json.loads((path / "done.json").read_text())
+            done = json.loads((path / "done.json").read_text("utf-8"))
             for name, expected in done["files"].items():
                 size = (path / name).stat().st_size
                 if size != expected["size"]:

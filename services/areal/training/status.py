@@ -14,6 +14,7 @@ from typing import Any
 
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
+from areal.training.step_rows import thin
 from areal.v1 import trainer_service_pb2 as pb
 
 
@@ -73,6 +74,7 @@ class TrainerStatus:
         """Records that the trainer has registered, perhaps resuming after `rows`."""
         with self._lock:
             self._incarnation, self._step, self._rows = incarnation, step, list(rows)
+            thin(self._rows)
             self._evaluations = [e for e in evaluations if e.step <= step]
             self._finished_at = time.monotonic()
         self._wake()
@@ -99,6 +101,7 @@ class TrainerStatus:
         with self._lock:
             self._step = step
             self._rows.append(row)
+            thin(self._rows)
             self._finished_at = time.monotonic()
         self._wake()
 
@@ -130,7 +133,10 @@ class TrainerStatus:
             loop.call_soon_threadsafe(event.set)
 
     def snapshot(self, after_step: int) -> StatusSnapshot:
-        """Returns the current state, with the rows of steps above `after_step`."""
+        """Returns the current state, with the rows of steps above `after_step`.
+
+        Of a long run, every step is there only at its beginning and its end; see `thin`.
+        """
         with self._lock:
             rows = self._rows
             first = len(rows)

@@ -333,7 +333,7 @@ def from_json(text: str | bytes) -> PolicyVersion:
 
 def write_manifest(manifest: PolicyVersion, folder: Path) -> None:
     """Writes `manifest.json` into a (staging) folder."""
-    (folder / MANIFEST).write_text(to_json(manifest))
+    (folder / MANIFEST).write_text(to_json(manifest), "utf-8")
 
 
 def read_manifest(folder: Path) -> PolicyVersion:

@@ -124,6 +124,7 @@ def run() -> None:
         asked.token_file, allow_insecure_bind=asked.allow_insecure_bind
     )
     host, _, port = asked.listen.rpartition(":")
+    host = host.strip("[]")
     security.check_bind(host, "--listen")
     web.run_app(
         Sidecar(asked.folder, security).app(),

@@ -16,12 +16,18 @@ for each = meta.let_go + 1, retained do
     local id = string.match(entry, '^[^\n]+')
     local key = P .. 'task:' .. id
     delete(P .. 'group:' .. id)
+    -- What is left is there as long as the trial: its id stays taken.
     call('HDEL', key, 'body', 'partial', 'failed_servers', 'lengths', 'head', 'size', 'payload', 'worker',
-      'want', 'deadline', 'reason', 'done_token')
-    -- The one who opens a session again is told its version, however late.
-    if not call('HGET', key, 'sessions') then call('HDEL', key, 'floor') end
+      'want', 'deadline', 'reason', 'done_token', 'since', 'trainer', 'submitted')
     -- What they were counted with is its last part, where it has five.
-    hold('train', -tonumber(string.match(entry, '^[^\n]+\n[^\n]*\n[^\n]*\n[^\n]*\n(%d+)$') or 0))
+    local counted = string.match(entry, '^[^\n]+\n[^\n]*\n[^\n]*\n[^\n]*\n(%d+)$')
+    hold('train', -tonumber(counted or 0))
+    -- The one who opens a session again is told its version, however late.
+    if not call('HGET', key, 'sessions') then
+      call('HDEL', key, 'floor', 'seq', 'token', 'revoked')
+      if counted then hold('train', CONFIG.ended_bytes - RECORD) end
+    end
+    compact(key)
   end
   for _, entry in ipairs(call('LRANGE', P .. 'discarded:' .. int(each), 0, -1)) do
     drop_spare(string.match(entry, '^[^\n]+'))

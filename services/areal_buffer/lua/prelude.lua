@@ -240,6 +240,13 @@ local function note_discarded(task, outcome, payload)
   put('spares', name, int(NOW))
 end
 
+-- Writes a record again: a hash that has had a long value stays a table, which takes 300 bytes more.
+local function compact(key)
+  local left = call('HGETALL', key)
+  call('DEL', key)
+  if #left > 0 then call('HSET', key, unpack(left)) end
+end
+
 -- Leaves the small record.
 local function drop_body(task)
   drop_calls(task)
@@ -247,6 +254,7 @@ local function drop_body(task)
   call('HSET', task.key, 'size', RECORD)
   hold(task.purpose, RECORD - task.size - task.journal)
   task.size, task.journal = RECORD, 0
+  compact(task.key)
 end
 
 -- Drops what only living tasks need. Ended train tasks keep a small record, so that their id

@@ -148,7 +148,7 @@ def _vision(folder: Path, raw: dict[str, Any]) -> VisionConfig:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{file}: {error.strerror}") from None
     except ValueError as error:

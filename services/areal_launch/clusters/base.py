@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from areal.addresses import loopback
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import CannotStart, ConfigError
@@ -26,28 +27,22 @@ from areal_launch.gpus.engine import CPU, uses_cpu_engine
 from areal_launch.gpus.visible import lent
 from areal_launch.processes.process import Child, Life, Node, ProcessSpec
 
-HOST = "127.0.0.1"
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - only with a token: see Security.check_bind
-
 
 @dataclass(frozen=True)
 class Placement:
     """Addresses of a stack before it has ports."""
 
-    control: str = HOST
+    control: str = field(default_factory=loopback)
     """At which others reach what runs beside the launcher."""
-    bind: str = HOST
+    bind: str = field(default_factory=loopback)
     """What servers listen on."""
-    inference: tuple[Node, ...] = (Node(),)
+    inference: tuple[Node, ...] = field(default_factory=lambda: (Node(),))
     """Of each inference server, in order; the last one's for those beyond."""
-    trainer: tuple[Node, ...] = (Node(),)
+    trainer: tuple[Node, ...] = field(default_factory=lambda: (Node(),))
     """One per node of the trainer, which its ranks share evenly."""
     servers_part: float = 0.0
     """Part of a GPU's free memory that a server takes for weights and cache, where the trainer uses
     the same GPU; 0: its engine decides."""
-
-
-LOCAL = Placement()
 
 
 @dataclass(frozen=True)
@@ -91,10 +86,17 @@ def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
     if not gpus:
         return NodeCounts(trainer_nodes, trainer_nodes, per_node, 0)
     servers = servers_on_gpus(config)
-    if max(allocation.inference_gpus * bool(servers), per_node) > gpus:
+    if per_node > gpus:
         raise ConfigError(
-            f"stack.gpus_per_node {gpus}: {config.allocation_mode!r} puts {per_node} ranks on a "
-            f"node and gives each server {allocation.inference_gpus} GPUs"
+            f"stack.gpus_per_node {gpus}: {config.allocation_mode!r} puts {per_node} trainer ranks "
+            f"on a node: expected a stack.ranks_per_node of at most {gpus}"
+        )
+    if servers and allocation.inference_gpus > gpus:
+        raise ConfigError(
+            f"allocation_mode {config.allocation_mode!r}: a server of {allocation.inference_gpus} "
+            f"GPUs would span nodes of stack.gpus_per_node {gpus}, which servers that are started "
+            f"here cannot: expected at most {gpus} GPUs per server (e.g. a smaller t, or weights "
+            "in fp8), or servers that you start yourself, named in endpoints.inference"
         )
     alone = 0 if allocation.sharing.together else servers * allocation.inference_gpus
     if trainer_nodes == 1 and per_node + alone <= gpus:
@@ -220,7 +222,7 @@ class Cluster:
             CannotStart: The cluster has too few nodes or GPUs, or cannot be reached.
         """
         nodes = [Node(gpus=lent(os.environ, config.stack.gpus_per_node))]
-        return replace(assign(config, nodes, HOST), servers_part=self._servers_part)
+        return replace(assign(config, nodes, loopback()), servers_part=self._servers_part)
 
     async def spawn(self, spec: ProcessSpec, stack_id: str) -> Life:
         """Starts one life of a process on the spec's nodes; raises OSError when that fails."""

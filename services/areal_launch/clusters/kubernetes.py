@@ -166,9 +166,9 @@ class Release:
                 raise ConfigError(f"stack.kubernetes.values {file!r}: no such file")
         self._folder.mkdir(parents=True, exist_ok=True)
         values = self._folder / "allocation-values.yaml"
-        values.write_text(yaml.safe_dump(allocation_values(self.config)))
+        values.write_text(yaml.safe_dump(allocation_values(self.config)), "utf-8")
         experiment = self._folder / "experiment.yaml"
-        experiment.write_text(experiment_to_send(self.config))
+        experiment.write_text(experiment_to_send(self.config), "utf-8")
         files = [str(values), *self._settings.values]
         return [
             *(self.name, self._settings.chart),

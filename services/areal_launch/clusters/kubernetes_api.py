@@ -51,7 +51,7 @@ class KubernetesApi:
                 config.load_incluster_config(client_configuration=settings)
             except config.ConfigException:
                 raise CannotStart(f"--on kubernetes: no cluster: {file}: {error}") from None
-            default = _POD_NAMESPACE.read_text().strip()
+            default = _POD_NAMESPACE.read_text(encoding="utf-8").strip()
         else:
             found = {each["name"]: each["context"] for each in contexts}
             self.context = context or current["name"]

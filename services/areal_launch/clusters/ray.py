@@ -21,13 +21,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from areal.addresses import everywhere, loopback
 from areal.chassis.process import PROCESS_VARIABLE
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, CannotStart, WaitTimeout
 from areal_launch.clusters.base import (
-    EVERYWHERE,
-    HOST,
     Cluster,
     Placement,
     count_nodes,
@@ -36,6 +35,7 @@ from areal_launch.clusters.base import (
 )
 from areal_launch.gpus.visible import VARIABLE
 from areal_launch.processes.descendants import STACK_VARIABLE
+from areal_launch.processes.inherited import FOREIGN
 from areal_launch.processes.process import (
     CHILD_ENVIRONMENT,
     Child,
@@ -120,12 +120,12 @@ class RayCluster(Cluster):
 
         def node(bundle: int) -> Node:
             gpus = tuple(map(str, range(int(self._bundles[bundle].get("GPU", 0)))))
-            return Node(str(bundle), HOST if alone else addresses[placed[bundle]], gpus)
+            return Node(str(bundle), loopback() if alone else addresses[placed[bundle]], gpus)
 
         servers = len(self._bundles) - count_nodes(config).trainer_nodes
         return Placement(
-            control=HOST if alone else addresses[here],
-            bind=HOST if alone else EVERYWHERE,
+            control=loopback() if alone else addresses[here],
+            bind=loopback() if alone else everywhere(),
             inference=tuple(node(bundle) for bundle in range(servers)),
             trainer=tuple(node(bundle) for bundle in range(servers, len(self._bundles))),
         )
@@ -185,14 +185,23 @@ def _runner() -> type:
             self._error = ""
 
         def start(
-            self, argv: list[str], environment: dict[str, str], log: str, folder: str
+            self,
+            argv: list[str],
+            environment: dict[str, str],
+            log: str,
+            folder: str,
+            foreign: str,
         ) -> tuple[str, int]:
             """Returns its node and its pid; raises RuntimeError when it cannot be started."""
             import os
+            import re
             import subprocess
             import threading
 
             import ray
+
+            # Of the node, where Ray may have been started by another launcher.
+            known = {k: v for k, v in os.environ.items() if not re.fullmatch(foreign, k)}
 
             def run() -> None:
                 try:
@@ -202,7 +211,7 @@ def _runner() -> type:
                             stdin=subprocess.DEVNULL,
                             stdout=output,
                             stderr=output,
-                            env={**os.environ, **environment},
+                            env={**known, **environment},
                             cwd=folder,
                             start_new_session=True,
                         )
@@ -274,6 +283,7 @@ class RayLife:
                     {**environment, "PET_NODE_RANK": str(rank)},
                     str(spec.log.resolve()),
                     str(Path.cwd()),
+                    FOREIGN,
                 )
                 for rank, actor in enumerate(actors)
             ]
@@ -314,7 +324,7 @@ class RayLife:
         """What a child gets beside the node's own environment."""
         whole = child_environment(self._stack_id, self._spec.name, {})
         keys = ("PYTHONPATH", *CHILD_ENVIRONMENT, STACK_VARIABLE, PROCESS_VARIABLE)
-        own = {key: whole[key] for key in keys}
+        own = {key: whole[key] for key in (*keys, "no_proxy", "NO_PROXY") if key in whole}
         # Which GPUs a bundle has is for Ray to say; a process without any sees none.
         given = {k: v for k, v in self._spec.environment.items() if k != VARIABLE or not v}
         return {**own, **given}

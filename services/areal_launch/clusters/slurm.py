@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from areal.addresses import everywhere
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ArealError, ConfigError
 from areal.security import without_secrets
 from areal_launch.clusters.base import (
-    EVERYWHERE,
     Cluster,
     Placement,
     assign,
@@ -163,7 +163,9 @@ class SlurmCluster(Cluster):
         ).split()
         names.sort(key=lambda name: name != self._here)  # stable
         addresses = await asyncio.to_thread(_addresses, names)
-        return assign(config, [Node(name, addresses.get(name, name)) for name in names], EVERYWHERE)
+        return assign(
+            config, [Node(name, addresses.get(name, name)) for name in names], everywhere()
+        )
 
     async def spawn(self, spec: ProcessSpec, stack_id: str) -> Child:
         """Starts a step on the spec's nodes, or a child process if it has none."""

@@ -80,7 +80,7 @@ async def keep_dead_letters(folder: RunFolder, buffer: str, security: Security) 
     finally:
         await connection.close()
     rows = "".join(f"{json.dumps(as_row(letter))}\n" for letter in letters)
-    folder.dead_letters_file.write_text(rows)
+    folder.dead_letters_file.write_text(rows, "utf-8")
 
 
 def as_row(letter: DeadLetter) -> dict[str, Any]:

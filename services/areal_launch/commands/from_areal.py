@@ -492,7 +492,7 @@ def converted_yaml(file: Path) -> str:
 def _problem(tree: Mapping[str, Any]) -> str:
     """Returns what is wrong with the result, apart from the recipe's keys; "": nothing."""
     own = {key: value for key, value in tree.items() if key in GRPOConfig.__dataclass_fields__}
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
         yaml.safe_dump(own, file)
         file.flush()
         try:

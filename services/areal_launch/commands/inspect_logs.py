@@ -133,7 +133,7 @@ def write_log(path: Path, folder: RolloutFolder, steps: list[int], batches: Iter
     rewards: list[float] = []
     # Attempts of the same task are epochs of one sample.
     attempts: dict[str, int] = {}
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         file.write('{"version": 2, "status": "success", "samples": [\n')
         for step in batches:
             for one in [*folder.discarded([step]), *folder.read([step])]:

@@ -38,6 +38,7 @@ from areal_launch.run_folder import RunFolder, write_json
 from areal_launch.stack.remote import RemoteStack
 from areal_launch.view.display import Display, choose_display
 from areal_launch.view.poller import LAST_LOOK_S, Snapshot
+from areal_launch.view.rows import read_rows
 from areal_launch.view.summary import build_summary
 
 LOOK_INTERVAL_S = 3.0
@@ -181,6 +182,17 @@ class ReleaseFollower(Follower):
         self.stack.config.endpoints = release.endpoints(ports)
         security = await asyncio.to_thread(release.security)
         self.show(self.stack.config.endpoints, security)
+        assert self.poller is not None
+        self.poller.listen(self._keep_row)
+
+    def _keep_row(self, row: dict[str, Any]) -> None:
+        """The poller forgets some of a long run; of a repeated step, the last row counts."""
+        file = self.stack.folder.metrics_file
+        try:
+            with file.open("a", encoding="utf-8") as rows:
+                rows.write(json.dumps(row) + "\n")
+        except OSError as error:
+            self.say(f"{file}: step {row['step']} was not written: {error.strerror}")
 
     def _check_deadline(self) -> None:
         limit = max(PULL_S, self._release.config.setup_timeout_s)
@@ -207,9 +219,11 @@ class ReleaseFollower(Follower):
         if outcome.word == "failed":
             words = await asyncio.to_thread(self._release.last_lines, "trainer", 2)
             error = ArealError(" | ".join([outcome.cause, *words]))
+        last = snapshot.rows[-1]["step"] if snapshot.rows else 0
+        rows = [row for row in read_rows(folder.metrics_file) if row["step"] <= last]
         summary = build_summary(
             status=outcome.word,
-            rows=snapshot.rows,
+            rows=rows or snapshot.rows,
             results={},
             snapshot=snapshot,
             wall_s=time.monotonic() - self._began,
@@ -220,7 +234,8 @@ class ReleaseFollower(Follower):
             findings=of_config(stack.config) if isinstance(stack.config, GRPOConfig) else (),
         )
         write_json(folder.summary_file, summary)
-        folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in snapshot.rows))
+        text = "".join(json.dumps(row) + "\n" for row in rows or snapshot.rows)
+        folder.metrics_file.write_text(text, "utf-8")
         await asyncio.to_thread(draw_plot, folder)
         self.display.summary(stack, summary, error)
         if error is not None or self._keep:

@@ -40,7 +40,7 @@ class Follower:
         self._drawing: asyncio.Task[None] | None = None
         stack.folder.logs.mkdir(parents=True, exist_ok=True)
         # Open until this process ends: libraries may log until then.
-        log = stack.folder.log_of("follower").open("a", buffering=1)
+        log = stack.folder.log_of("follower").open("a", 1, "utf-8")
         configure_logging("follower", stack.config.namespace, stream=log)
 
     def handle_signals(self) -> None:

@@ -275,7 +275,7 @@ def _bar(steps: Sequence[int]) -> Iterable[int]:
 
 def _write_jsonl(path: Path, batches: Iterator[list[dict[str, Any]]]) -> int:
     count = 0
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for rows in batches:
             for row in rows:
                 file.write(json.dumps(row) + "\n")

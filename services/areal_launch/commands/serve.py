@@ -76,7 +76,7 @@ class _Servers(Cluster):
 async def _serve(resolved: Resolved, port: int, cluster: Cluster) -> int:
     folder = RunFolder(resolved.config.run_dir)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    log = folder.log_of("launcher").open("a", buffering=1)
+    log = folder.log_of("launcher").open("a", 1, "utf-8")
     configure_logging("launcher", resolved.config.namespace, stream=log)
     events = EventLog()
     events.listen(_tell)

@@ -49,7 +49,7 @@ def submit_and_follow(config: BaseExperimentConfig, *, as_json: bool) -> int:
     experiment.touch(mode=0o600)
     save_config(config, experiment)
     script = folder.path / "job.sh"
-    script.write_text(render_script(config, folder.logs, experiment))
+    script.write_text(render_script(config, folder.logs, experiment), "utf-8")
     job = submit(script)
     stack = RemoteStack(config, folder, "Ctrl-C ends the job")
     return asyncio.run(JobFollower(job, stack, choose_display(as_json=as_json, quiet=False)).run())

@@ -162,7 +162,7 @@ def run_foreground(
     changes = check_unchanged(resolved.config, accept=accept_changes)
     _make_logs(folder)
     # Open until this process ends: libraries may log until then.
-    log = folder.log_of("launcher").open("a", buffering=1)
+    log = folder.log_of("launcher").open("a", 1, "utf-8")
     configure_logging("launcher", resolved.config.namespace, stream=log)
     if changes:
         get_logger("areal.launcher").warning("configuration_changed", changes=changes)

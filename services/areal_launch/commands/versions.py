@@ -19,10 +19,11 @@ from areal.config.services import in_object_store
 from areal.errors import ArealError, InvalidInput, NotFound
 from areal.security import Security, SecurityConfig
 from areal.training.checkpoints import Checkpoint, CheckpointFolder
-from areal.training.run_files import EVALUATIONS, best_step
+from areal.training.run_files import EVALUATIONS, best_step, describe_best
 from areal.weights.manifest import PolicyVersion, build_manifest, stored_versions
 from areal.weights.objects import ObjectStore
 from areal.weights.servers import ServerState
+from areal_launch.processes.process import python_environment
 from areal_launch.run_folder import find_run
 from areal_launch.view.output import print_json, print_table, say
 
@@ -82,12 +83,15 @@ def export_version(run: Path | None, which: str, to: Path) -> int:
     if to.exists():
         raise InvalidInput(f"--to {str(to)!r}: already exists, expected a new folder")
     step: int | None
+    why_best = ""
     if which == "latest":
         step = max(checkpoints, default=None)
     elif which == "best":
         results = run_folder.path / "trainer.json"
-        measured = json.loads(results.read_text()) if results.is_file() else {}
-        step = best_step(measured.get(EVALUATIONS, []), list(checkpoints))
+        measured = json.loads(results.read_text("utf-8")) if results.is_file() else {}
+        evaluations = measured.get(EVALUATIONS, [])
+        step = best_step(evaluations, list(checkpoints))
+        why_best = f", {describe_best(evaluations, list(checkpoints))}"
     elif which.isdigit():
         step = int(which)
     else:
@@ -102,12 +106,12 @@ def export_version(run: Path | None, which: str, to: Path) -> int:
     start = run_folder.started_in()
     arguments = [run_folder.config_file, checkpoints[step].path, half, start]
     done = subprocess.run(  # noqa: S603
-        [*command, *map(str, arguments)], check=False, stdout=sys.stderr
+        [*command, *map(str, arguments)], check=False, stdout=sys.stderr, env=python_environment()
     )
     if done.returncode:
         return done.returncode
     half.rename(to)
-    say(f"step {step} of {run_folder.path}: {to}")
+    say(f"step {step} of {run_folder.path}{why_best}: {to}")
     return 0
 
 

@@ -177,7 +177,8 @@ def _run(command: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any] | F
         list(command),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         env=environment,
         start_new_session=True,
     ) as process:

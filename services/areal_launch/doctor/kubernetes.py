@@ -14,7 +14,17 @@ from areal.config.services import in_object_store
 from areal.errors import ArealError, NotFound
 from areal_launch.clusters.kubernetes import Release
 from areal_launch.clusters.kubernetes_api import KubernetesApi
-from areal_launch.doctor.findings import Finding, examine, missing, note, ok
+from areal_launch.doctor.admission import (
+    Planned,
+    container_ranges,
+    outside_ranges,
+    pod_security_problems,
+    pod_uses,
+    quantity,
+    quota_problems,
+    shared_class,
+)
+from areal_launch.doctor.findings import Finding, examine, missing, note, ok, unknown
 from areal_launch.doctor.preflight import weights_problem
 
 OLDEST = (1, 20)
@@ -69,6 +79,8 @@ class ClusterDoctor:
                 "network": self._network,
                 "secrets": self._secrets,
                 "quota": self._quota,
+                "limit range": self._limits,
+                "pod security": self._pod_security,
             }
         )
 
@@ -157,14 +169,22 @@ class ClusterDoctor:
         modes = sorted({mode for claim in claims for mode in claim["accessModes"]})
         used = ", ".join(sorted((wanted - {""}) | set(default[:1] if "" in wanted else [])))
         if "ReadWriteMany" in modes:
-            return note(
-                f"{used}; whether it supports ReadWriteMany is unknown",
-                "use a class on NFS, CephFS, EFS or Filestore, or set storage.existingClaim",
+            shared = {each["metadata"]["name"]: shared_class(each) for each in classes}
+            many = {c.get("storageClassName") or default[0] for c in claims if _many(c)}
+            fix = (
+                "set storage.storageClass to a class on NFS, CephFS, EFS or Filestore, or "
+                "storage.existingClaim"
             )
-        return ok(used)
+            if single := sorted(name for name in many if shared[name] is False):
+                one = "; for one trainer pod, storage.accessMode=ReadWriteOnce keeps pods together"
+                said = f"{', '.join(single)}: one node can mount a volume, and ReadWriteMany is set"
+                return missing(said, fix + one)
+            if any(shared[name] is None for name in many):
+                return note(f"{used}; whether it supports ReadWriteMany is unknown", fix)
+        return ok(f"{used} ({', '.join(modes)})")
 
     def _images(self) -> Finding:
-        containers = [each for _, spec in self._pods() for each in _containers(spec)]
+        containers = [each for pod in self._pods() for each in _containers(pod.spec)]
         wanted = {container["image"] for container in containers}
         images = [each for node in self._nodes for each in node["status"].get("images") or []]
         present = {name for each in images for name in each["names"]}
@@ -178,10 +198,10 @@ class ClusterDoctor:
 
     def _gpus(self) -> Finding:
         wanted: Counter[str] = Counter()
-        for replicas, spec in self._pods():
-            for container in _containers(spec):
+        for pod in self._pods():
+            for container in _containers(pod.spec):
                 limits = (container.get("resources") or {}).get("limits") or {}
-                wanted.update({k: replicas * int(n) for k, n in limits.items() if "/" in k})
+                wanted.update({k: pod.replicas * int(n) for k, n in limits.items() if "/" in k})
         if not wanted:
             return ok("none requested")
         found = {
@@ -212,7 +232,7 @@ class ClusterDoctor:
     def _secrets(self) -> Finding:
         own = {each["metadata"]["name"] for each in self._objects if each["kind"] == "Secret"}
         wanted: dict[str, set[str]] = {}
-        for name, key in _references([spec for _, spec in self._pods()]):
+        for name, key in _references([pod.spec for pod in self._pods()]):
             if name not in own:
                 wanted.setdefault(name, set()).update({key} - {""})
         absent = []
@@ -229,25 +249,42 @@ class ClusterDoctor:
         return ok(", ".join(sorted(wanted)) or "the chart creates its own")
 
     def _quota(self) -> Finding:
-        listing = self._api.core.list_namespaced_resource_quota
-        quotas = self._api.get(listing, self._api.namespace)["items"]
+        quotas = self._of_namespace("resource_quota")
         if not quotas:
             return self._room()
-        wanted = self._requests()
+        pods, problems = list(self._pods()), []
         for quota in quotas:
-            status = quota.get("status", {})
-            hard, used = status.get("hard", {}), status.get("used", {})
-            for name, amount in wanted.items():
-                key = f"requests.{name}" if f"requests.{name}" in hard else name
-                if key not in hard:
-                    continue
-                left = quantity(hard[key]) - quantity(used.get(key, "0"))
-                if amount > left:
-                    return missing(
-                        f"{quota['metadata']['name']}: {amount:g} {name} requested, {left:g} left",
-                        "get a larger quota, or set smaller resources.requests",
-                    )
+            problems += quota_problems(quota, pods, self._objects, self._ranges)
+        if problems:
+            fix = "get a larger quota, or set smaller resources in the components' values"
+            return missing(_some(problems), fix)
         return ok(f"{len(quotas)} quotas have room")
+
+    def _limits(self) -> Finding:
+        if problems := outside_ranges(self._pods(), self._ranges):
+            return missing(_some(problems), "set these values, or get another LimitRange")
+        return ok("none" if not self._ranges else "all containers are within it")
+
+    def _pod_security(self) -> Finding:
+        try:
+            space = self._api.get(self._api.core.read_namespace, self._api.namespace)
+        except NotFound:
+            return ok("the namespace will be created without a level")
+        except ArealError as error:
+            return unknown(str(error), "ask for the label pod-security.kubernetes.io/enforce")
+        level, problems = pod_security_problems(space, self._pods())
+        if problems:
+            fix = "change these values, or the label of the namespace"
+            return missing(f"the namespace enforces {level}: {_some(problems)}", fix)
+        return ok(f"the namespace enforces {level}")
+
+    @cached_property
+    def _ranges(self) -> list[dict[str, Any]]:
+        return container_ranges(self._of_namespace("limit_range"))
+
+    def _of_namespace(self, kind: str) -> list[dict[str, Any]]:
+        listing = getattr(self._api.core, f"list_namespaced_{kind}")
+        return list(self._api.get(listing, self._api.namespace)["items"])
 
     def _room(self) -> Finding:
         wanted = self._requests()
@@ -272,33 +309,38 @@ class ClusterDoctor:
         return ok(said)
 
     def _requests(self) -> dict[str, float]:
-        asked = [(replicas, _asked(spec)) for replicas, spec in self._pods()]
+        asked = [(pod.replicas, _asked(pod.spec)) for pod in self._pods()]
         return {name: sum(n * each[name] for n, each in asked) for name in _COUNTED}
 
     @cached_property
     def _nodes(self) -> list[dict[str, Any]]:
         return list(self._api.get(self._api.core.list_node)["items"])
 
-    def _pods(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(replicas, pod spec) of everything in the chart that makes pods, but its tests."""
+    def _pods(self) -> Iterator[Planned]:
+        """All pods of the chart but those of its tests."""
         for each in self._objects:
             spec = each.get("spec") or {}
-            for replica in [spec, *(spec.get("pytorchReplicaSpecs") or {}).values()]:
-                pod = (replica.get("template") or {}).get("spec") or {}
+            replicas = [spec, *(spec.get("pytorchReplicaSpecs") or {}).values()]
+            if each["kind"] == "TrainingRuntime":
+                jobs = spec["template"]["spec"]["replicatedJobs"]
+                count = spec["mlPolicy"]["numNodes"]
+                replicas = [{**job["template"]["spec"], "completions": count} for job in jobs]
+            for replica in replicas:
+                template = replica.get("template") or {}
+                pod = template.get("spec") or {}
                 if "containers" in pod:
-                    count = replica.get("replicas", replica.get("completions", 1))
-                    yield int(count if count is not None else 1), pod
+                    number = replica.get("replicas", replica.get("completions", 1))
+                    component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+                    yield Planned(component, int(1 if number is None else number), pod)
 
 
-def quantity(text: str) -> float:
-    """Returns a Kubernetes quantity (500m, 2, 4Gi) as a number."""
-    import kubernetes.utils
+def _many(claim: dict[str, Any]) -> bool:
+    return "ReadWriteMany" in claim["accessModes"]
 
-    library: Any = kubernetes.utils  # has no types
-    try:
-        return float(library.parse_quantity(text))
-    except ValueError:
-        raise ArealError(f"quantity {text!r}: expected e.g. 500m, 2 or 4Gi") from None
+
+def _some(problems: list[str]) -> str:
+    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return "; ".join(problems[:3]) + more
 
 
 def _containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -307,8 +349,8 @@ def _containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _asked(spec: dict[str, Any]) -> dict[str, float]:
     """CPUs and bytes that a pod requests."""
-    asked = [(each.get("resources") or {}).get("requests") or {} for each in spec["containers"]]
-    return {name: sum(quantity(str(each.get(name, "0"))) for each in asked) for name in _COUNTED}
+    uses = pod_uses(spec)
+    return {name: uses[f"requests.{name}"] for name in _COUNTED}
 
 
 def _references(specs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -323,5 +365,5 @@ def _references(specs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         for container in _containers(spec):
             for variable in container.get("env") or []:
                 reference = (variable.get("valueFrom") or {}).get("secretKeyRef")
-                if reference:
+                if reference and not reference.get("optional"):
                     yield reference["name"], reference["key"]

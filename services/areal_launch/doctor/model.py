@@ -18,6 +18,7 @@ from areal.errors import InvalidInput, WaitTimeout
 from areal.models.directory import serving_dtype
 from areal.tokenizer import Tokenizer
 from areal_launch.doctor.findings import Check, Finding, examine, missing, note, ok, unknown
+from areal_launch.processes.process import python_environment
 
 _DEADLINE_S = 600.0
 _GIB = 1024**3
@@ -106,9 +107,11 @@ def _run(what: str, module: list[str], directory: Path) -> subprocess.CompletedP
         return subprocess.run(  # noqa: S603 - our own module
             [sys.executable, "-m", *module],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_DEADLINE_S,
             check=False,
+            env=python_environment(),
         )
     except subprocess.TimeoutExpired:
         raise WaitTimeout(what, on=str(directory), since=since) from None

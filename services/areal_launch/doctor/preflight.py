@@ -17,6 +17,7 @@ from areal.types import GenerationHyperparameters
 from areal.weights.objects import ObjectStore
 from areal.weights.publisher import TransportError
 from areal_launch.processes.free_ports import port_is_free
+from areal_launch.processes.supervisor import LEAST_BYTES, free_bytes
 
 # A dataset's path that ends so is a file; any other may be a name that the recipe understands.
 _FILES = (".jsonl", ".json", ".parquet", ".csv")
@@ -52,8 +53,8 @@ def check_start(
 
 
 def run_root_problem(config: BaseExperimentConfig) -> str:
-    """Returns why the run's folder cannot be created."""
-    why = _unwritable(config.run_dir)
+    """Returns why the run's folder cannot be created, or would not hold the first files."""
+    why = _unwritable(config.run_dir) or _full(config.run_dir)
     return f"run_root {config.run_root!r}: {why}; choose a folder with run_root=DIR" if why else ""
 
 
@@ -66,7 +67,7 @@ def weights_problem(config: BaseExperimentConfig) -> str:
         except TransportError as error:
             return f"weight_sync.path {path!r}: cannot write, list and delete there: {error}"
         return ""
-    why = _unwritable(Path(path)) if path else ""
+    why = _unwritable(Path(path)) or _full(Path(path)) if path else ""
     return f"weight_sync.path {path!r}: {why}; versions are published there" if why else ""
 
 
@@ -116,14 +117,29 @@ def gateway_problem(config: BaseExperimentConfig) -> str:
 
 def _unwritable(folder: Path) -> str:
     """Why nothing could be written in a folder that may not exist yet; "" when it could."""
-    nearest = folder.absolute()
     try:
-        while not nearest.exists():
-            nearest = nearest.parent
+        nearest = _nearest(folder)
     except OSError as error:
-        return f"{nearest}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}"
     if not nearest.is_dir():
         return f"{nearest} is a file, expected a folder"
     if not os.access(nearest, os.W_OK | os.X_OK):
         return f"this user may not write in {nearest}"
     return ""
+
+
+def _full(folder: Path) -> str:
+    """Why its disk would be full at once; "" when it would not."""
+    nearest = _nearest(folder)
+    if (free := free_bytes(nearest)) >= LEAST_BYTES:
+        return ""
+    least = LEAST_BYTES >> 20
+    return f"{nearest} has {free >> 20} MiB of free disk space, expected at least {least} MiB"
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    nearest = folder.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    return nearest

@@ -56,13 +56,14 @@ def probe(
         environment: Variables, among them the GPUs to show; None: this process's.
         memory: Ask for the free memory of each GPU, too.
     """
-    source = Path(__file__).with_name("torch_probe.py").read_text()
+    source = Path(__file__).with_name("torch_probe.py").read_text("utf-8")
     command = [python, "-c", source, *(["memory"] if memory else [])]
     try:
         done = subprocess.run(  # noqa: S603 - our own script
             command,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=PROBE_S,
             check=False,
             env=dict(os.environ if environment is None else environment),
@@ -92,7 +93,7 @@ def driver_version(file: Path = _NVIDIA) -> str:
     The kernel's module says it, or nvidia-smi where the driver is the host's (WSL2).
     """
     try:
-        if found := re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read_text()):
+        if found := re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read_text(encoding="utf-8")):
             return found[0]
     except OSError:
         pass
@@ -102,7 +103,12 @@ def driver_version(file: Path = _NVIDIA) -> str:
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(  # noqa: S603 - what PATH has under that name
-            query, capture_output=True, text=True, timeout=_DRIVER_S, check=True
+            query,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_DRIVER_S,
+            check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

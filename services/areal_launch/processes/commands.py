@@ -46,7 +46,8 @@ def run_command(
             [program, *argv[1:]],
             env=environment,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
             timeout=timeout,
         )

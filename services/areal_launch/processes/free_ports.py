@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from areal.addresses import loopback
+
 # Below the range from which the kernel takes ports of outgoing connections: a port found free here
 # is not taken by a passing client before its server has started.
 FIRST_PORT, LAST_PORT = 20_000, 31_999
@@ -76,10 +78,11 @@ class PortPicker:
 
 def port_is_free(port: int) -> bool:
     """Whether a server could listen on loopback there now."""
-    with socket.socket() as probe:
+    host = loopback()
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True

@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     stack_file = Path(argv[0])
     while os.read(0, 4096):
         pass
-    stack = json.loads(stack_file.read_text())
+    stack = json.loads(stack_file.read_text(encoding="utf-8"))
     grace_s = float(argv[1]) if len(argv) > 1 else _GRACE_S
     try:
         end_tagged(stack["stack_id"], grace_s=grace_s, leaders=leaders_of(stack))

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from areal.addresses import join_address
 from areal.errors import WaitTimeout
 
 Probe = Callable[[], Awaitable[str]]
@@ -30,18 +31,20 @@ async def _ask(
             for _ in range(lines):
                 line = await reader.readline()
     except TimeoutError:
-        return f"no answer from {host}:{port} within {_TRY_S:.0f} s"
+        return f"no answer from {join_address(host, port)} within {_TRY_S:.0f} s"
     except OSError as error:
-        return f"{host}:{port}: {error.strerror or error}"
+        return f"{join_address(host, port)}: {error.strerror or error}"
     finally:
         if writer is not None:
             writer.close()
-    return "" if accept(line) else f"{host}:{port} answered {line[:80].decode(errors='replace')!r}"
+    said = line[:80].decode(errors="replace")
+    return "" if accept(line) else f"{join_address(host, port)} answered {said!r}"
 
 
 def http_probe(host: str, port: int, path: str) -> Probe:
     """Returns a probe that is ready when GET answers 200."""
-    question = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
+    to = join_address(host, port)
+    question = f"GET {path} HTTP/1.1\r\nHost: {to}\r\nConnection: close\r\n\r\n".encode()
     return lambda: _ask(host, port, question, lambda line: b" 200" in line)
 
 

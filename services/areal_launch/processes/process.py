@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Protocol, Self
 
 import areal
+from areal.addresses import loopback
 from areal.chassis.process import PROCESS_VARIABLE
 from areal.security import without_secrets
 from areal_launch.processes.descendants import STACK_VARIABLE, end_tagged
+from areal_launch.processes.inherited import around_proxies, without_other_launchers
 from areal_launch.processes.keeper import keeper_argv
 from areal_launch.processes.log_tail import read_end
 from areal_launch.processes.probes import Probe
@@ -27,6 +29,8 @@ CHILD_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
+    # Whatever the locale: what processes write for one another, and names of files, are UTF-8.
+    "PYTHONUTF8": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
@@ -46,7 +50,7 @@ class Node:
 
     name: str = ""
     """Its name in the cluster (Slurm, Ray); empty: the launcher's own."""
-    address: str = "127.0.0.1"
+    address: str = field(default_factory=loopback)
     """At which the others reach it."""
     gpus: tuple[str, ...] = ()
     """As CUDA_VISIBLE_DEVICES names them: indices, UUIDs or slices (MIG)."""
@@ -83,16 +87,18 @@ class ProcessSpec:
 
 
 def python_environment() -> dict[str, str]:
-    """Returns our environment, with this very `areal` importable."""
+    """Returns our environment without other launchers' jobs, this very `areal` importable."""
     source = str(Path(areal.__file__).parent.parent)
     inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([source, *inherited])}
+    own = without_other_launchers(os.environ)
+    return {**own, "PYTHONPATH": os.pathsep.join([source, *inherited])}
 
 
 def child_environment(stack_id: str, process: str, extra: Mapping[str, str]) -> dict[str, str]:
     """Returns a child's environment: ours without secrets, few threads, the stack's tags."""
     tags = {STACK_VARIABLE: stack_id, PROCESS_VARIABLE: process}
-    return {**without_secrets(python_environment()), **CHILD_ENVIRONMENT, **tags, **extra}
+    inherited = around_proxies(without_secrets(python_environment()))
+    return {**inherited, **CHILD_ENVIRONMENT, **tags, **extra}
 
 
 class Child:

@@ -48,6 +48,7 @@ ResultT = TypeVar("ResultT")
 
 BAD_INPUT = 2
 WINDOW_S = 600.0
+"""Counts only the time that a process is up: starts alone may take longer than this, each."""
 # Redis, NATS, logs and a small checkpoint begin to fail at once below this.
 LEAST_BYTES = 16 * 1024 * 1024
 WAIT_S = 3600.0
@@ -87,7 +88,7 @@ class RestartPolicy:
     """How often and how fast a process is started again."""
 
     max_restarts: int = 5
-    """Within `WINDOW_S` seconds; one more and the run is given up."""
+    """Within `WINDOW_S` seconds of being up; one more and the run is given up."""
     ready_timeout_s: float = 120.0
     """Seconds from start to ready."""
     first_delay_s: float = 0.5
@@ -135,7 +136,10 @@ class Supervised:
         self._report = report
         self._spawn = spawn
         self._free = free
+        self._up_s = 0.0
+        """Seconds for which it was up, over all its lives."""
         self._recent: deque[float] = deque()
+        """The value of `_up_s` at each restart."""
         self._in_a_row = 0
         self._was_up = False
         self._life_begins = LogPlace(spec.log)
@@ -200,7 +204,7 @@ class Supervised:
             if delay is None:
                 self._give_up(
                     f"{cause}; {self._policy.max_restarts} restarts within "
-                    f"{WINDOW_S / 60:.0f} minutes did not help"
+                    f"{WINDOW_S / 60:.0f} minutes of being up did not help"
                 )
                 return
             self.restarts += 1
@@ -258,7 +262,9 @@ class Supervised:
             if not cause and not exited.done() and not self._stopping.is_set():
                 since = time.monotonic()
                 cause = await self._until_silent(exited, stopping)
-                if time.monotonic() - since >= self._policy.steady_s:
+                lived = time.monotonic() - since
+                self._up_s += lived
+                if lived >= self._policy.steady_s:
                     self._in_a_row = 0
             if self._stopping.is_set() or not exited.done():
                 # The silent one is not asked to leave: it would not hear, or half a minute late.
@@ -342,12 +348,11 @@ class Supervised:
 
     def _next_delay(self) -> float | None:
         """Seconds to the next start; None: too many already."""
-        now = time.monotonic()
-        while self._recent and now - self._recent[0] > WINDOW_S:
+        while self._recent and self._up_s - self._recent[0] > WINDOW_S:
             self._recent.popleft()
         if len(self._recent) >= self._policy.max_restarts:
             return None
-        self._recent.append(now)
+        self._recent.append(self._up_s)
         delay: float = self._policy.first_delay_s * 2.0 ** min(self._in_a_row, 10)
         self._in_a_row += 1
         return min(delay, self._policy.max_delay_s)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from areal.addresses import join_address
 from areal.chassis.bad_input import VERDICT_VARIABLE
 from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
 from areal.models.directory import serving_dtype
 from areal.security import Security
-from areal_launch.clusters.base import LOCAL, Placement
+from areal_launch.clusters.base import Placement
 from areal_launch.gpus.engine import inference_command
 from areal_launch.gpus.visible import VARIABLE
 from areal_launch.processes.free_ports import PortPicker
@@ -85,7 +86,7 @@ def plan_stack(
     with_trainer: bool,
     servers_only: bool = False,
     preferred_ports: Mapping[str, int] | None = None,
-    placement: Placement = LOCAL,
+    placement: Placement | None = None,
 ) -> StackPlan:
     """Plans everything whose endpoint is empty.
 
@@ -95,14 +96,14 @@ def plan_stack(
         with_trainer: False: `areal up`.
         servers_only: Start only inference servers: `areal serve`.
         preferred_ports: Ports of an earlier run of this trial, by process name.
-        placement: Where things run.
+        placement: Where things run; None: on this machine.
 
     Raises:
         ConfigError: A store's program is missing, or a secret's file, or `stack.inference_command`
             is no command.
         CannotStart: Servers have GPUs, and SGLang is not installed.
     """
-    config = copy.deepcopy(config)
+    config, placement = copy.deepcopy(config), placement or Placement()
     picker = PortPicker(preferred_ports)
     planner = _Planner(config, folder, picker, placement)
     plan = StackPlan(config, ports=picker)
@@ -118,7 +119,9 @@ def plan_stack(
             "'sglang:d1+fsdp:d1' for a stack without a trainer"
         )
     if not config.endpoints.trainer:
-        config.endpoints.trainer = f"{placement.trainer[0].address}:{picker.pick('trainer')}"
+        config.endpoints.trainer = join_address(
+            placement.trainer[0].address, picker.pick("trainer")
+        )
     if with_trainer:
         plan.trainer = planner.trainer()
     return plan
@@ -154,7 +157,8 @@ def _plan_services(plan: StackPlan, planner: _Planner, security: Security) -> No
             plan.services.append(planner.service(name, module))
             setattr(endpoints, key, plan.services[-1].address)
             if name == "sandbox" and not endpoints.sandbox_http:
-                endpoints.sandbox_http = f"http://{placement.control}:{picker.pick('sandbox.http')}"
+                at = join_address(placement.control, picker.pick("sandbox.http"))
+                endpoints.sandbox_http = f"http://{at}"
     if not endpoints.rollout:
         for index in range(config.stack.rollout_workers):
             plan.services.append(planner.service(f"rollout-{index}", "areal_rollout"))
@@ -178,7 +182,8 @@ class _Planner:
         """Where the weight-sync that we start keeps its store; "" when it is another stack's."""
         if self.config.endpoints.weight_sync:
             return ""
-        return f"http://{self.placement.control}:{self.picker.pick('weight-sync.store')}"
+        port = self.picker.pick("weight-sync.store")
+        return f"http://{join_address(self.placement.control, port)}"
 
     def service(self, name: str, module: str, port: int = 0) -> ProcessSpec:
         """`port`: 0 for a free one."""
@@ -192,12 +197,13 @@ class _Planner:
             name=name,
             argv=(
                 *(sys.executable, "-m", *module, "--config", str(self.folder.config_file)),
-                *("--listen", f"{bind}:{port}", "--metrics", f"{bind}:{metrics}"),
+                *("--listen", join_address(bind, port)),
+                *("--metrics", join_address(bind, metrics)),
             ),
             log=self.folder.log_of(name),
             probe=http_probe(host, metrics, "/healthz"),
-            address=f"{host}:{port}",
-            metrics=f"{host}:{metrics}",
+            address=join_address(host, port),
+            metrics=join_address(host, metrics),
         )
 
     def inference(self, index: int) -> ProcessSpec:
@@ -237,8 +243,8 @@ class _Planner:
             ),
             log=folder.log_of(name),
             probe=http_probe(node.address, port, "/health"),
-            address=f"{node.address}:{port}",
-            metrics=f"{node.address}:{port}",
+            address=join_address(node.address, port),
+            metrics=join_address(node.address, port),
             environment=_devices(node),
             nodes=_remote(node),
         )
@@ -275,7 +281,9 @@ class _Planner:
 
 def _devices(node: Node) -> dict[str, str]:
     """A process sees its own GPUs; one without any sees none, so that it uses none."""
-    return {VARIABLE: ",".join(node.gpus)}
+    # Where loopback has only IPv6, gloo does not find it by itself.
+    network = {"GLOO_SOCKET_IFNAME": "lo"} if node.address == "::1" else {}
+    return {VARIABLE: ",".join(node.gpus), **network}
 
 
 def _remote(*nodes: Node) -> tuple[Node, ...]:

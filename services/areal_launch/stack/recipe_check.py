@@ -93,7 +93,7 @@ def _findings(folder: Path, recipe: str, code: int) -> list[Finding]:
         return findings
     stacks = folder / "stacks.txt"
     late = next((line for line in reversed(lines) if "late" in line), None)
-    if late is not None and stacks.exists() and (text := stacks.read_text()):
+    if late is not None and stacks.exists() and (text := stacks.read_text("utf-8")):
         places = [f"{path}:{line}" for path, line in _FRAME.findall(text) if path == recipe]
         where = f" ({places[0]})" if places else ""
         return [*findings, _finding({**late, "said": late["said"] + where, "traceback": text})]

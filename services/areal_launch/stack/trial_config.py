@@ -62,7 +62,7 @@ def check_unchanged(config: BaseExperimentConfig, *, accept: bool) -> list[str]:
 
 def _changes(folder: RunFolder, config: BaseExperimentConfig) -> list[str]:
     try:
-        before = _flat(yaml.safe_load(folder.config_file.read_text()))
+        before = _flat(yaml.safe_load(folder.config_file.read_text("utf-8")))
     except (OSError, yaml.YAMLError):
         return []  # nothing to compare with
     now = _flat(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True))

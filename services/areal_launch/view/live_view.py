@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _MUTED = "bright_black"
-HOST = "127.0.0.1"
 _STYLES = {
     "up": "green",
     "finished": "green",
@@ -209,7 +208,11 @@ class LiveView:
         table = make_table("server", "version", "state", numeric=("version",))
         for server in sorted(self.snapshot.servers, key=lambda s: s.server_id):
             state = Text(server.state.value, _STYLES[server.state])
-            table.add_row(server.server_id.removeprefix(HOST), str(server.version), state)
+            table.add_row(
+                server.server_id.removeprefix("127.0.0.1").removeprefix("[::1]"),
+                str(server.version),
+                state,
+            )
         sync = self.snapshot.sync
         if sync is None:
             return table

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from areal.types import TaskState
 
@@ -35,6 +39,53 @@ class CheckResult(StrEnum):
 
         fine = "green" if self is CheckResult.OK else "yellow"
         return Text(self.value, "bold red" if self.fatal else fine)
+
+
+class LastingOutput(io.TextIOBase):
+    """A stream whose reader may go, or whose disk may be full: what no one can read is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        """From now on there is nothing to fail: also what is buffered goes nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Within it, a vanished reader of the output ends the view and not the work."""
+    with ExitStack() as entered:
+        for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
+            # None: it was closed before this process began (`>&-`).
+            there = stream or entered.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123
+            entered.enter_context(redirect(LastingOutput(there)))
+        yield
 
 
 def say(text: str) -> None:

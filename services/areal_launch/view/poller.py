@@ -35,6 +35,7 @@ from areal.config.services import EndpointsConfig
 from areal.errors import ArealError
 from areal.protocol.leases import LedgerStats, WorkflowFailure
 from areal.security import Security
+from areal.training.step_rows import thin
 from areal.weights.servers import InferenceServer, ServerState, SyncStatus
 from areal_launch.view.watchdog import ask_speed
 
@@ -51,7 +52,7 @@ class Snapshot:
 
     trainer: TrainerStatus | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of metrics.jsonl so far, oldest first."""
+    """Rows of metrics.jsonl so far, oldest first; thinned if there are many."""
     ledger: LedgerStats | None = None
     servers: list[InferenceServer] = field(default_factory=list)
     sync: SyncStatus | None = None
@@ -256,6 +257,7 @@ class StackPoller:
             return
         for row in status.rows:
             snapshot.rows.append(row)
+            thin(snapshot.rows)
             for listener in self._row_listeners:
                 listener(row)
         if status.rows:

@@ -21,7 +21,7 @@ _SHOWN = 8
 def read_results(file: Path) -> dict[str, Any]:
     """Returns what the recipe recorded in trainer.json; empty when there is none."""
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -121,7 +121,7 @@ def _short(row: object) -> str:
 def main(argv: list[str]) -> None:
     """Parses the command line: the folder and, where there is no model yet, what brings it."""
     folder, later = Path(argv[0]), argv[1:]
-    with (folder / "stacks.txt").open("w") as stacks:
+    with (folder / "stacks.txt").open("w", encoding="utf-8") as stacks:
         report = Report(folder / "findings.jsonl", stacks)
         check(folder / "config.yaml", report, model_later=" ".join(later))
         report.end()

@@ -94,6 +94,7 @@ class SGLangClient:
         request_timeout_s: float,
         setup_timeout_s: float,
         headers: Mapping[str, str] | None = None,
+        previous: Mapping[str, str] | None = None,
         connections: int = 10_000,
     ) -> None:
         """Opens no connection yet.
@@ -106,6 +107,7 @@ class SGLangClient:
             request_timeout_s: One request, from sending to its last token.
             setup_timeout_s: How long to wait for a server with a recent enough version.
             headers: Sent with every request: the bearer token.
+            previous: Sent instead to a server that refuses them, while the token is rotated.
             connections: Requests at once; more wait for one to end.
         """
         self.table = table
@@ -114,7 +116,7 @@ class SGLangClient:
         self._observer = observer
         self._request_timeout_s = request_timeout_s
         self._setup_timeout_s = setup_timeout_s
-        self._connections = Connections(headers or {}, connections)
+        self._connections = Connections(headers or {}, connections, previous)
         self._log = get_logger("areal_rollout.generation.client")
         self._running: dict[str, tuple[Server, asyncio.Timeout, list[str]]] = {}
         self._idle = asyncio.Event()

@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 from aiohttp.connector import Connection
 
+from areal.clients.http_token import or_else
 from areal.errors import WaitTimeout
 
 _ABORTS = 64
@@ -72,8 +73,11 @@ class _Connector(aiohttp.TCPConnector):
 class Connections:
     """One session, so many requests in it at once."""
 
-    def __init__(self, headers: Mapping[str, str], most: int) -> None:
+    def __init__(
+        self, headers: Mapping[str, str], most: int, previous: Mapping[str, str] | None = None
+    ) -> None:
         self._headers = dict(headers)
+        self._middlewares = or_else(previous or {})
         self._most = most
         self._free = asyncio.Semaphore(most)
         self._aborts = asyncio.Semaphore(_ABORTS)
@@ -89,6 +93,7 @@ class Connections:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             headers=self._headers,
+            middlewares=self._middlewares,
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
         )
 

@@ -186,7 +186,7 @@ class KubernetesApi:
 def _own_namespace() -> str:
     """Of the pod that this process runs in; empty outside of a cluster."""
     try:
-        return _OWN_NAMESPACE.read_text().strip()
+        return _OWN_NAMESPACE.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 

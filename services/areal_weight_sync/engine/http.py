@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from areal.chassis.logging import get_logger
+from areal.clients.http_token import or_else
 from areal.config.services import in_object_store
 from areal.errors import InvalidInput
 from areal.weights.broadcast import Seat
@@ -59,11 +60,14 @@ def normalize_url(url: str) -> tuple[str, str]:
     return f"{host}:{port}", f"{parts.scheme}://{host}:{port}"
 
 
-def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+def open_session(
+    headers: Mapping[str, str], previous: Mapping[str, str] | None = None
+) -> aiohttp.ClientSession:
     """Opens a session for all servers: no pool limit, deadlines per call.
 
     Args:
         headers: Sent with every request: the bearer token (SGLang's `--api-key`).
+        previous: Sent instead to a server that refuses them, while the token is rotated.
     """
     tracing = aiohttp.TraceConfig()
     tracing.on_connection_create_end.append(_connected)
@@ -73,6 +77,7 @@ def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={"Accept-Encoding": "identity", **headers},
+        middlewares=or_else(previous or {}),
     )
 
 

@@ -53,7 +53,7 @@ class RedisStore:
         self._ledger = f"{prefix}meta"  # the buffer's; read only
         script = files("areal_weight_sync") / "lua"
         self._take, self._release, self._publish, self._save = (
-            client.register_script((script / f"{name}.lua").read_text())
+            client.register_script((script / f"{name}.lua").read_text("utf-8"))
             for name in ("lease", "release", "publish", "save")
         )
         self._log = get_logger("areal.weight_sync.store")

@@ -101,7 +101,9 @@ def test_folder_of_secrets_when_none_is_in_it_then_one_line_names_what_it_takes(
     tmp_path: Path,
 ) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(ConfigError, match=r"security\.dir .*token, redis-password, nats-token"):
+        with pytest.raises(
+            ConfigError, match=r"security\.dir .*token, token-previous, redis-password, nats-token"
+        ):
             Security.load(SecurityConfig(dir=str(folder)), {})
 
 
@@ -203,3 +205,20 @@ def test_config_error_when_an_override_holds_a_password_then_hidden() -> None:
 def test_environment_when_for_others_then_without_secrets() -> None:
     environment = {"PATH": "/bin", "AREAL_TOKEN": "t", "AREAL_NATS_TOKEN": "n", "AREAL_STACK": "s"}
     assert without_secrets(environment) == {"PATH": "/bin", "AREAL_STACK": "s"}
+
+
+def test_previous_token_when_there_is_no_token_then_it_admits_no_one_alone() -> None:
+    """A rotation needs both: by itself, the previous one would never be presented."""
+    found = Security.load(SecurityConfig(), {"AREAL_TOKEN_PREVIOUS": TOKEN})
+    assert found == Security()
+
+
+@pytest.mark.parametrize("bad", ["short", "with spaces in it, and long"])
+def test_previous_token_when_it_is_no_token_then_the_error_names_it(bad: str) -> None:
+    variables = {"AREAL_TOKEN": TOKEN, "AREAL_TOKEN_PREVIOUS": bad}
+    with pytest.raises(ConfigError, match="AREAL_TOKEN_PREVIOUS"):
+        Security.load(SecurityConfig(), variables)
+
+
+def test_previous_token_when_children_start_then_it_is_not_in_their_environment() -> None:
+    assert without_secrets({"AREAL_TOKEN_PREVIOUS": TOKEN, "HOME": "/"}) == {"HOME": "/"}

@@ -333,6 +333,7 @@ def healthy(api: ApiServer, *, kubeflow: bool = True) -> None:
     node = {"allocatable": {"cpu": "8", "memory": "32Gi"}, "images": []}
     api.answers["/api/v1/nodes"] = {"items": [{"status": node}]}
     api.answers["/api/v1/namespaces/lab/resourcequotas"] = {"items": []}
+    api.answers["/api/v1/namespaces/lab/limitranges"] = {"items": []}
     api.answers["/api/v1/pods"] = {"items": []}
     default = {"storageclass.kubernetes.io/is-default-class": "true"}
     storage = {"items": [{"metadata": {"name": "nfs", "annotations": default}}]}

@@ -10,7 +10,7 @@ from tests.unit.areal_launch.gpu_machines import install
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import CannotStart, ConfigError
 from areal.security import Security
-from areal_launch.clusters.base import EVERYWHERE, Cluster, assign, count_nodes
+from areal_launch.clusters.base import Cluster, assign, count_nodes
 from areal_launch.clusters.kubernetes import allocation_values
 from areal_launch.clusters.ray import bundles_of
 from areal_launch.clusters.slurm import render_script
@@ -52,7 +52,19 @@ def test_shape_when_allocated_then_so_many_nodes(
     ("overrides", "said"),
     [
         (["allocation_mode=sglang:d1+fsdp:d3", "stack.ranks_per_node=2"], "evenly"),
-        (["allocation_mode=sglang:d1t8+fsdp:d1", "stack.gpus_per_node=4"], "gpus_per_node 4"),
+        (
+            ["allocation_mode=sglang:d1t8+fsdp:d1", "stack.gpus_per_node=4"],
+            r"a server of 8 GPUs would span nodes of stack.gpus_per_node 4, .* cannot: expected at "
+            r"most 4 GPUs per server .*, or servers that you start yourself, named in "
+            r"endpoints\.inference",
+        ),
+        (
+            [
+                "allocation_mode=sglang:d1+fsdp:d8",
+                *("stack.gpus_per_node=4", "stack.ranks_per_node=8"),
+            ],
+            "puts 8 trainer ranks on a node: expected a stack.ranks_per_node of at most 4",
+        ),
     ],
 )
 def test_shape_when_it_cannot_be_then_one_line_says_why(overrides: list[str], said: str) -> None:
@@ -62,20 +74,20 @@ def test_shape_when_it_cannot_be_then_one_line_says_why(overrides: list[str], sa
 
 def test_assign_when_one_node_has_gpus_then_no_gpu_has_two_users() -> None:
     config = make("allocation_mode=sglang:d2t2+fsdp:d4", "stack.gpus_per_node=8")
-    placement = assign(config, NODES[:1], EVERYWHERE)
+    placement = assign(config, NODES[:1], "0.0.0.0")
     assert [node.gpus for node in placement.trainer] == [("0", "1", "2", "3")]
     assert [node.gpus for node in placement.inference] == [("4", "5"), ("6", "7")]
 
 
 def test_assign_when_several_nodes_then_servers_have_nodes_of_their_own() -> None:
     config = make("allocation_mode=sglang:d3t4+fsdp:d16", "stack.gpus_per_node=8")
-    placement = assign(config, NODES[:4], EVERYWHERE)
+    placement = assign(config, NODES[:4], "0.0.0.0")
     assert [node.name for node in placement.trainer] == ["n0", "n1"]
     assert {node.gpus for node in placement.trainer} == {tuple("01234567")}
     placed = [(node.name, node.gpus) for node in placement.inference]
     assert placed == [("n2", tuple("0123")), ("n2", tuple("4567")), ("n3", tuple("0123"))]
     with pytest.raises(CannotStart, match=r"needs 28 GPUs .* takes 4 nodes, and there are 3"):
-        assign(config, NODES[:3], EVERYWHERE)
+        assign(config, NODES[:3], "0.0.0.0")
 
 
 def test_plan_when_nodes_are_lent_then_addresses_and_slots_are_theirs(tmp_path: Path) -> None:
@@ -84,7 +96,7 @@ def test_plan_when_nodes_are_lent_then_addresses_and_slots_are_theirs(tmp_path: 
         "allocation_mode=sglang:d2+fsdp:d2",
         "stack.ranks_per_node=1",
     )
-    placement = assign(config, NODES[:2], EVERYWHERE)
+    placement = assign(config, NODES[:2], "0.0.0.0")
     plan = plan_stack(config, RunFolder(config.run_dir), with_trainer=True, placement=placement)
     assert all(spec.address.startswith("10.0.0.0:") for spec in [*plan.stores, *plan.services])
     assert not any(spec.nodes for spec in [*plan.stores, *plan.services])

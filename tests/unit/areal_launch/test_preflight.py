@@ -10,6 +10,7 @@ import pytest
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import ArealError, CannotStart, ConfigError
 from areal_launch.commands.stack import resolve_run
+from areal_launch.doctor import preflight
 from areal_launch.doctor.preflight import check_start
 
 RECIPE = "def main(argv):\n    pass\n"
@@ -49,6 +50,20 @@ def test_check_when_run_root_is_a_file_then_it_is_named(model: Path, tmp_path: P
     why = refusal(experiment(model, tmp_path))
     assert why.startswith(f"run_root '{tmp_path / 'runs'}': {tmp_path / 'runs'} is a file")
     assert "run_root=DIR" in why
+
+
+@pytest.mark.parametrize("key", ["run_root", "weight_sync.path"])
+def test_check_when_the_disk_is_full_then_refused_in_one_line(
+    key: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    monkeypatch.setattr(
+        preflight, "free_bytes", lambda folder: (6 if folder == small else 10_000) << 20
+    )
+    why = refusal(experiment(model, tmp_path, f"{key}={small}/deep/er"))
+    assert why.startswith(f"{key} '{small}/deep/er': {small} has 6 MiB of free disk space")
+    assert "expected at least 16 MiB" in why
 
 
 def test_check_when_run_root_cannot_be_written_then_it_says_so(model: Path, tmp_path: Path) -> None:

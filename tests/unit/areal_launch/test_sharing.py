@@ -16,7 +16,7 @@ from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import GRPOConfig, build_config
 from areal.engines.parallel.estimate import GIB, SURELY, ModelShape
 from areal.errors import CannotStart, ConfigError
-from areal_launch.clusters.base import HOST, Cluster, assign
+from areal_launch.clusters.base import Cluster, assign
 from areal_launch.doctor import memory
 from areal_launch.doctor.auto import choose
 from areal_launch.doctor.gpus import judge, look
@@ -273,7 +273,7 @@ def test_plan_when_they_take_turns_then_the_server_can_release_its_memory(
 ) -> None:
     install(monkeypatch, tmp_path, there=2)
     config = make("sglang:d1|fsdp:d1@alternating", f"model.path={tmp_path}")
-    placement = replace(assign(config, [Node()], HOST), servers_part=0.83)
+    placement = replace(assign(config, [Node()], "127.0.0.1"), servers_part=0.83)
     plan = plan_stack(config, RunFolder(tmp_path), with_trainer=True, placement=placement)
     assert plan.inference[0].argv[-3:] == (
         "--mem-fraction-static",

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from tests.waiting import until
 
 from areal.chassis.bad_input import VERDICT_VARIABLE
 from areal.errors import WaitTimeout
+from areal_launch.processes import supervisor
 from areal_launch.processes.descendants import find_tagged
 from areal_launch.processes.process import ProcessSpec
 from areal_launch.processes.supervisor import (
@@ -290,9 +292,56 @@ async def test_service_when_its_earlier_deaths_are_long_past_then_they_do_not_co
     tmp_path: Path, stack_id: str
 ) -> None:
     process = Supervised(python("service", "pass", tmp_path), stack_id, FAST, Recorder())
-    long_ago = time.monotonic() - WINDOW_S - 1
-    process._recent.extend([long_ago] * FAST.max_restarts)
+    process._recent.extend([0.0] * FAST.max_restarts)
+    process._up_s = WINDOW_S + 1
     process.start()
     with pytest.raises(StackFailure, match="3 restarts within 10 minutes"):
         await asyncio.wait_for(process.ended, 60)
     assert process.restarts == FAST.max_restarts
+
+
+class _Mute:
+    """A life that ends when it is stopped, and says nothing before."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self._ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return -signal.SIGKILL
+
+    async def stop(self, grace_s: float | None = None) -> int:
+        self._ended.set()
+        return -signal.SIGKILL
+
+    async def sweep(self) -> None:
+        self._ended.set()
+
+
+@pytest.mark.parametrize("deadline_s", [1.0, 120.0, 1200.0, 86_400.0])
+async def test_process_when_it_never_becomes_ready_then_given_up_after_its_restarts(
+    deadline_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now, time=time.time)
+
+    async def wait_in_vain(probe: object, what: str, timeout: float) -> None:
+        clock.now += timeout
+        raise WaitTimeout("readiness", on=what, hint="connection refused")
+
+    started: list[str] = []
+
+    async def spawn(spec: ProcessSpec, stack_id: str) -> _Mute:
+        started.append(spec.name)
+        return _Mute()
+
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(supervisor, "wait_ready", wait_in_vain)
+    policy = RestartPolicy(ready_timeout_s=deadline_s, first_delay_s=0.0, max_delay_s=0.0)
+    spec = python("trainer", "pass", tmp_path, probe=file_probe(tmp_path / "never"), job=True)
+    process = Supervised(spec, "stack", policy, Recorder(), spawn)
+    process.start()
+    with pytest.raises(StackFailure, match="connection refused"):
+        await asyncio.wait_for(process.ended, 60.0)
+    assert process.state is ProcessState.FAILED
+    assert started == ["trainer"] * (1 + policy.max_restarts)

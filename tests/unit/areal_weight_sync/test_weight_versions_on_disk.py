@@ -225,3 +225,18 @@ def test_version_when_a_name_has_a_null_character_then_refused(where: str) -> No
         message.delta.base = "/m\0"
     with pytest.raises(InvalidInput, match="no null character"):
         version_from_pb(message)
+
+
+def test_digests_when_versions_go_then_forgotten_though_the_root_is_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's folder is relative by default, and a manifest's path never is."""
+    monkeypatch.chdir(tmp_path)
+    cache, root = DigestCache(), Path("runs/weights")
+    for version in range(1, 8):
+        folder = make_model(tmp_path / "runs" / "weights" / f"v{version:08}-inc1")
+        cache.verify(build_manifest(folder, version, 1))
+        for gone in collect_garbage(root, version, 2):
+            cache.forget(gone)
+    kept = {file.parent.name for file in cache._digests}
+    assert kept == {"v00000006-inc1", "v00000007-inc1"}

@@ -16,7 +16,8 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     config = AutoConfig.from_pretrained(make("qwen2.5-1.5b", miniature, layers=1))
     dtype = torch.float32 if miniature else torch.bfloat16
     tokens, chunk = (64, setting["chunk"] // 128) if miniature else (8192, setting["chunk"])
-    hf = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device())
+    with device():  # drawing the embedding takes a CPU half a minute
+        hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
     shape = (tokens, config.hidden_size)
     hidden = torch.randn(shape, device=device(), dtype=dtype, requires_grad=True)
     labels = torch.randint(config.vocab_size, shape[:1], device=device())

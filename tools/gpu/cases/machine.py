@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 from importlib import metadata
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ _PACKAGES = (
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
-    """Versions of everything; or TFLOP/s of a matrix product; or GB/s to and from the GPU."""
+    """Versions; TFLOP/s of a product; GB/s to and from the GPU, and of filling new host memory."""
     return {"versions": _versions, "matmul": _matmul, "copies": _copies}[setting["of"]](miniature)
 
 
@@ -59,12 +60,16 @@ def _matmul(miniature: bool) -> dict[str, Any]:
 def _copies(miniature: bool) -> dict[str, Any]:
     from tools.gpu.models import device, timed
 
-    count = (1 << 20) if miniature else (1 << 29)
+    count = (1 << 20) if miniature else (1 << 28)
     there = torch.empty(count, dtype=torch.uint8, device=device())
     rates = {}
     for pinned in (False, True):
-        here = torch.empty(count, dtype=torch.uint8, pin_memory=pinned and there.is_cuda)
         kind = "pinned" if pinned else "pageable"
-        rates[f"{kind}_out"] = timed(lambda _, here=here: here.copy_(there), rounds=3)[0]
-        rates[f"{kind}_in"] = timed(lambda _, here=here: there.copy_(here), rounds=3)[0]
+        for turn in ("first", "again"):  # an allocator may keep what it gets back
+            began = perf_counter()
+            here = torch.empty(count, dtype=torch.uint8, pin_memory=pinned and there.is_cuda)
+            here.fill_(1)
+            rates[f"{kind}_new_{turn}"] = perf_counter() - began
+        rates[f"{kind}_out"] = timed(lambda _, here=here: here.copy_(there), rounds=3, warm=1)[0]
+        rates[f"{kind}_in"] = timed(lambda _, here=here: there.copy_(here), rounds=3, warm=1)[0]
     return {f"{name}_gb_s": round(count / s / 1e9, 2) for name, s in rates.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from areal.algorithms import packing
 from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.attention.packed import packed_attention
-from areal.engines.model.attention.varlen import TORCH, varlen_attention
+from areal.engines.model.attention.varlen import TORCH, bind, varlen_attention
 from areal.engines.parallel.mesh import join_process_group
 
 
@@ -47,13 +47,46 @@ def _attention(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     if miniature:
         found = packed_attention(*narrow, layout, scale, window)
     else:
-        found = varlen_attention(TORCH, *narrow, layout, scale, window)
+        found = varlen_attention(bind(TORCH), *narrow, layout, scale, window)
     torch.autograd.backward(truth.square().sum())
     torch.autograd.backward(found.square().sum())
     return {
         "forward": _apart(found, truth),
         "backward": max(_apart(a.grad, b.grad) for a, b in zip(narrow, doubles, strict=True)),
     }
+
+
+def _race(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
+    """TFLOP/s of one causal sequence, forward and backward: torch's flash attention, and cuDNN."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    _need_gpu()
+    tokens, width = setting["tokens"], setting["width"]
+    heads, kv_heads = map(int, setting["heads"].split("/"))
+    q, k, v = (_narrow(tokens, n, width).requires_grad_() for n in (heads, kv_heads, kv_heads))
+    batch = packing.pack([{"input_ids": [0] * tokens}])
+    batch = {key: x.to(device()) for key, x in batch.items()}
+    layout, call = build_layout(batch, share_prefixes=False, buckets=False), bind(TORCH)
+
+    def varlen(_: int) -> None:
+        out = varlen_attention(call, q, k, v, layout, width**-0.5, None)
+        torch.autograd.backward(out.float().sum())
+
+    def cudnn(_: int) -> None:
+        rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+        torch.autograd.backward(out.float().sum())
+
+    operations = 7 * tokens**2 * heads * width
+    rates = {}
+    for name, run in (("varlen", varlen), ("cudnn", cudnn)):
+        try:
+            rates[name] = round(operations / timed(run)[0] / 1e12, 1)
+        except RuntimeError as error:
+            rates[name] = f"no: {str(error).splitlines()[0][:80]}"
+    return rates
 
 
 def _mm(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
@@ -128,10 +161,10 @@ def _selective(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     batch = packing.pack([{"input_ids": [0] * 64}])
     batch = {key: x.to(device()) for key, x in batch.items()}
     layout = build_layout(batch, share_prefixes=False, buckets=False)
-    q = _narrow(64, 4, 64).requires_grad_()
+    q, call = _narrow(64, 4, 64).requires_grad_(), bind(TORCH)
 
     def attend(x: Tensor) -> Tensor:
-        return varlen_attention(TORCH, x, x, x, layout, 0.125, None)
+        return varlen_attention(call, x, x, x, layout, 0.125, None)
 
     kept = checkpoint(
         attend,
@@ -141,8 +174,8 @@ def _selective(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     )
     with profile(activities=[ProfilerActivity.CPU]) as ran:
         torch.autograd.backward(kept.float().sum())
-    names = [event.key for event in ran.key_averages()]
-    return {"again": sum("varlen_attn" in n and "backward" not in n for n in names)}
+    counts = {event.key: event.count for event in ran.key_averages()}
+    return {"again": counts.get("torch_attn::_varlen_attn", 0)}
 
 
 def _grouped(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
@@ -183,6 +216,7 @@ def _apart(found: Tensor, truth: Tensor) -> float:
 
 _CHECKS = {
     "attention": _attention,
+    "race": _race,
     "mm_out_dtype": _mm,
     "addmm_out_dtype": _addmm,
     "adamw_dtensor": _adamw,

@@ -9,7 +9,8 @@ import warnings
 from typing import Any
 
 import torch
-from tools.gpu.models import batch_of, device, engine, groups_of, lengths_of, make, timed
+from tools.gpu.cases import Skipped
+from tools.gpu.models import batch_of, device, engine, groups_of, lengths_of, make, timed, wait
 
 from areal.algorithms.losses import ppo_actor_loss, sft_loss
 from areal.algorithms.packing import Batch
@@ -19,13 +20,18 @@ from areal.engines.fsdp import FSDPEngine
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     """Seconds per step, tokens/s, MFU, and the memory that was estimated."""
-    path = make(setting["shape"], miniature, layers=setting.get("layers", 0))
-    vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
+    if setting.get("attention") and device().type == "cpu":
+        raise Skipped("a GPU")
     tokens = 256 if miniature else setting["tokens"]
-    batches = [_batch(setting["lengths"], tokens, vocabulary, seed) for seed in (1, 2)]
+    path = make(setting["shape"], miniature, layers=setting.get("layers", 0), positions=tokens)
+    vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
+    # Compiled code is made for a number of tokens at first, then for any.
+    counts = (tokens, tokens - tokens // 16 if setting.get("vary") else tokens)
+    batches = [_batch(setting["lengths"], n, vocabulary, 1 + i) for i, n in enumerate(counts)]
     keys = {
         "gradient_checkpointing": setting.get("recompute"),
         "kernels": setting.get("kernels"),
+        "attn_impl": setting.get("attention"),
         "share_prefixes": setting.get("share"),
         "lora": LoraConfig() if setting.get("lora") else None,
     }
@@ -42,13 +48,13 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
             "step_s": round(seconds, 4),
             "spread": spread,
             "first_s": round(stats["first_s"], 2),
-            "tokens_s": round(len(batches[0]["input_ids"]) / seconds),
+            "tokens_s": round(sum(len(b["input_ids"]) for b in batches) / 2 / seconds),
             "mfu": round(stats.get("mfu", 0.0), 4),
             "micro_batches": stats["n_micro_batches"],
             **_estimate(made),
         }
         if setting.get("profile"):
-            result |= {"syncs": _syncs(lambda: step(0)), "kernels_ms": _profile(lambda: step(1))}
+            result |= {"syncs": _syncs(lambda: step(0)), **_profile(lambda: step(1))}
     return result
 
 
@@ -89,16 +95,31 @@ def _syncs(run: Any) -> int:
     return sum("synchroniz" in str(each.message) for each in said)
 
 
-def _profile(run: Any) -> dict[str, float]:
-    """Milliseconds of the twelve kernels that take most."""
+def _profile(run: Any) -> dict[str, Any]:
+    """Milliseconds of all kernels, and of the twelve kernels and operators that take most."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device().type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as ran:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as ran:
         run()
+        wait()
     column = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    spent = {re.sub(r"[<(].*", "", each.key)[-60:]: 0.0 for each in ran.key_averages()}
+    kernels, operators = dict[str, float](), dict[str, float]()
     for each in ran.key_averages():
-        spent[re.sub(r"[<(].*", "", each.key)[-60:]] += getattr(each, column) / 1e3
-    most = sorted(spent.items(), key=lambda item: -item[1])[:12]
-    return {name: round(ms, 2) for name, ms in most}
+        if each.is_user_annotation:  # spans of other kernels
+            continue
+        name, ms = re.sub(r"[<(].*", "", each.key)[-60:], getattr(each, column) / 1e3
+        # An operator's time is that of the kernels it launched.
+        chosen = operators if "::" in each.key and each.device_type == DeviceType.CPU else kernels
+        chosen[name] = chosen.get(name, 0.0) + ms
+    most = {
+        f"{kind}_ms": dict(sorted(((n, round(ms, 2)) for n, ms in found.items()), key=_ms)[:12])
+        for kind, found in (("kernels", kernels), ("operators", operators))
+    }
+    return {"busy_ms": round(sum((kernels if on_gpu else operators).values()), 1), **most}
+
+
+def _ms(item: tuple[str, float]) -> float:
+    return -item[1]

@@ -81,13 +81,15 @@ def write_directory(
         weight_map.update(dict.fromkeys(names, final))
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
     _remove_others(directory, set(weight_map.values()))
     config = hf.config.to_dict()
     config["architectures"] = [type(hf).__name__]
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (directory / "config.json").write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8"
+    )
     if getattr(hf, "generation_config", None) is not None:
         hf.generation_config.save_pretrained(directory)
     _copy_tokenizer(source, directory)

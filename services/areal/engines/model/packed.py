@@ -87,10 +87,10 @@ class PackedCausalLM(nn.Module):
             f"than {self.vocab_size} (the model's vocab_size)"
         )
 
-    def plan(self, batch: Batch, *, share_prefixes: bool) -> PackedLayout:
+    def plan(self, batch: Batch, *, share_prefixes: bool, least: float = 0.0) -> PackedLayout:
         """Plan a micro-batch's computation, with what this model's kernels read."""
         buckets = self.kernel == PACKED or self.recurrent.by_length
-        return build_layout(batch, share_prefixes=share_prefixes, buckets=buckets)
+        return build_layout(batch, share_prefixes=share_prefixes, buckets=buckets, least=least)
 
     def forward(
         self,

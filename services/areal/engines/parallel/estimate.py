@@ -25,11 +25,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from areal.config.allocation import Layout
-from areal.config.training import Checkpointing, PPOActorConfig, RefConfig, TrainEngineConfig
+from areal.config.training import (
+    Checkpointing,
+    Kernels,
+    PPOActorConfig,
+    RefConfig,
+    TrainEngineConfig,
+)
 from areal.errors import InvalidInput
 from areal.models.directory import read_model_config
 from areal.weights.safetensors import SUFFIX, read_layout
@@ -47,6 +54,9 @@ LOGIT_BYTES = 20
 PROCESS, CUDA = int(0.4 * GIB), int(1.5 * GIB)
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full", "offload")
 """What layers may keep for the backward pass, the fastest first."""
+# What `auto` takes Liger for: it trained 1.2 times as fast on an H200 (docs/gpu.md), or is patched
+# by the same code; `make test-liger` compares gradients.
+_FUSED = frozenset({"llama", "qwen2", "qwen3"})
 SURELY = 0.8
 """Of the memory that is there: what an allocator leaves in pieces takes the rest."""
 
@@ -74,6 +84,8 @@ class ModelShape:
     """Queries and keys are normalized."""
     tied: bool = False
     """The head is the embedding."""
+    kind: str = ""
+    """`model_type`."""
     recurrent: int = 0
     """Values per token that a recurrent layer projects its input to; 0: the model has none."""
 
@@ -139,6 +151,7 @@ class ModelShape:
             expert_parameters=of_experts,
             head_norms=str(config.get("model_type")).startswith("qwen3"),
             tied=tied,
+            kind=str(config.get("model_type")),
             recurrent=_recurrent_width(config),
         )
 
@@ -207,17 +220,38 @@ class Setting:
     gpu: bool
 
 
-def activation_bytes(shape: ModelShape, element: int, mode: Checkpointing) -> tuple[int, int]:
+def layer_kernels(wanted: Kernels, kind: str, layout: Layout, *, gpu: bool) -> Kernels:
+    """Return what `auto` stands for, the same on every rank of one installation.
+
+    Args:
+        wanted: as configured.
+        kind: the model's `model_type`.
+        layout: of the trainer's ranks.
+        gpu: layers compute on GPUs.
+    """
+    if wanted != "auto":
+        return wanted
+    fits = gpu and layout.tensor == 1 and kind in _FUSED
+    there = all(find_spec(package) for package in ("liger_kernel", "triton"))
+    return "liger" if fits and there else "eager"
+
+
+def activation_bytes(
+    shape: ModelShape, element: int, mode: Checkpointing, *, fused: bool = False
+) -> tuple[int, int]:
     """Return bytes per token that each layer keeps, and that one recomputed layer needs.
 
     Args:
         shape: the model's sizes.
         element: bytes of the compute precision.
         mode: what layers keep; if less than everything, one layer at a time is recomputed.
+        fused: norms and gates are one kernel each, by Liger or torch.compile.
     """
     # transformers' modules: per norm the float32 input, the normalized one and the output; queries,
     # keys, values before and after they are gathered by length; gate, up, their product, silu.
-    upcast = 4 if element < 4 else 0
+    # A fused norm keeps its input and its output; a fused gate no silu.
+    upcast = 4 if element < 4 and not fused else 0
+    gates = 3 if fused else 4
     hidden, heads, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = 2 * hidden * (2 * element + upcast)
     if shape.head_norms:
@@ -227,7 +261,9 @@ def activation_bytes(shape: ModelShape, element: int, mode: Checkpointing) -> tu
     # Projected, convolved and gated, and once more in float32, in which states are computed. Layers
     # have this or attention; an upper bound has both.
     recurrent = shape.recurrent * (3 * element + 4)
-    layer = norms + (3 * heads + 4 * kv + 4 * shape.intermediate) * element + experts + recurrent
+    layer = (
+        norms + (3 * heads + 4 * kv + gates * shape.intermediate) * element + experts + recurrent
+    )
     if mode == "none":
         return layer, 0
     kept = hidden * element
@@ -268,7 +304,8 @@ def trainer_rank(
     tokens = -(-setting.tokens // layout.context)
     chunk = engine.logits_chunk_elements or chunk or LEAST_CHUNK
     logits = min(chunk, tokens * shape.vocabulary)
-    kept, computed = (tokens * size for size in activation_bytes(shape, element, mode))
+    fused = layer_kernels(engine.kernels, shape.kind, layout, gpu=gpu) != "eager"
+    kept, computed = (n * tokens for n in activation_bytes(shape, element, mode, fused=fused))
     states = 0 if engine.offload and gpu else _state_bytes(engine, shape, element) // ranks
     head, trained = shape.root_parameters // (1 if shape.tied else 2), engine.lora is None
     # When the backward pass begins: all activations, two layers, the head's gradient in float32.

@@ -144,22 +144,33 @@ _KEPT = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_flash_attention_forward", "torch_attn::_varlen_attn",
+        "aten::_cudnn_attention_forward",
         "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd",
     }
 )  # fmt: skip
 
 
-def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> Any:
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
+_WIDER = 8
+"""A product whose result has more than so many times the width of its rows costs a GPU less than to
+read that result from memory: an adapter's second one, as wide as the layer's own."""
+
+
+def _policy(_: Any, operator: Any, *args: Any, **__: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
     name = operator.name().partition(".")[0]
-    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    keeps = name in _KEPT
+    if name in _PRODUCTS:
+        rows, matrix = args[1:3] if name == "aten::addmm" else args[:2]
+        keeps = matrix.numel() <= _WIDER * rows.shape[-1] ** 2
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def use_kernels(
     hf: Any, layers: Sequence[nn.Module], kernels: Kernels, device: torch.device
 ) -> None:
-    """Let torch.compile or Liger compute the layers' norms, rotary embeddings and activations.
+    """Let torch.compile or Liger compute the layers' norms and activations.
 
     torch.compile compiles each layer on its own, again when the number of tokens first changes,
     then for any number; sizes of the model stay constants. Attention and recurrent layers are left
@@ -218,7 +229,8 @@ def _use_liger(hf: Any, device: torch.device) -> None:
             f"kernels=liger: Liger has no kernels for model_type {kind!r}; expected kernels=eager "
             "or compile"
         )
-    # The head is ours: it returns entropies, too.
+    # The head is ours: it returns entropies, too. Liger's rotary embedding changes queries and keys
+    # in their place, which `selective` has kept: they would be rotated twice, without an error.
     monkey_patch._apply_liger_kernel_to_instance(
-        hf, cross_entropy=False, fused_linear_cross_entropy=False
+        hf, rope=False, cross_entropy=False, fused_linear_cross_entropy=False
     )

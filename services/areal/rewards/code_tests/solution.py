@@ -131,7 +131,7 @@ class Solution(Peer):
     def _load(self, code: str) -> list[tuple[str, bool]]:
         """Runs the code; returns its names, and which are classes."""
         out = io.TextIOWrapper(self._kept, encoding="utf-8", errors="replace", write_through=True)
-        sys.stdin, sys.stdout, sys.stderr = open(0, errors="replace"), out, out  # noqa: SIM115
+        sys.stdin, sys.stdout, sys.stderr = open(0, encoding="utf-8", errors="replace"), out, out  # noqa: SIM115
         sys.argv = ["solution.py"]
         sys.setrecursionlimit(sys.getrecursionlimit() + _ROOM_TO_RECURSE)
         sys.modules["__main__"] = sys.modules["solution"] = self._module

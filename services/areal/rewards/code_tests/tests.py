@@ -256,7 +256,7 @@ def main() -> NoReturn:
     os.dup2(nothing, 1)
     sys.stdin, sys.stdout = (
         io.StringIO(),
-        io.TextIOWrapper(Log(request["room"]), write_through=True),
+        io.TextIOWrapper(Log(request["room"]), encoding="utf-8", write_through=True),
     )
     sys.stderr = sys.__stderr__ = sys.stdout  # type: ignore[misc]
     data = request["stdin"].encode(errors="replace")

@@ -37,11 +37,11 @@ def delegated(mount: Path = _MOUNT, own: Path = _OWN) -> Path | None:
     may write to all others, too, but they belong to the system's own manager.
     """
     try:
-        lines = own.read_text().splitlines()
+        lines = own.read_text(encoding="utf-8").splitlines()
         (path,) = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
         here = mount / path
         place = here.parent if here.name == _LEAF else here
-        controllers = set((place / "cgroup.controllers").read_text().split())
+        controllers = set((place / "cgroup.controllers").read_text("utf-8").split())
         marked = os.getxattr(place, "user.delegate") == b"1"
     except (OSError, ValueError):
         return None
@@ -62,11 +62,11 @@ class Group:
         try:
             leaf.mkdir(exist_ok=True)
             for left in reversed(range(_TRIES)):
-                for pid in (place / "cgroup.procs").read_text().split():
+                for pid in (place / "cgroup.procs").read_text("utf-8").split():
                     with suppress(ProcessLookupError):
-                        (leaf / "cgroup.procs").write_text(pid)
+                        (leaf / "cgroup.procs").write_text(pid, "utf-8")
                 try:
-                    (place / "cgroup.subtree_control").write_text("+memory +pids")
+                    (place / "cgroup.subtree_control").write_text("+memory +pids", "utf-8")
                     break
                 except OSError as error:  # busy: another process has come meanwhile
                     if error.errno != errno.EBUSY or not left:
@@ -87,19 +87,19 @@ class Group:
         """Sets what all in the box may use together: memory_mb, and disk_mb for each folder."""
         most = limits.memory_mb + 2 * limits.disk_mb + _OURS_MB
         with suppress(FileNotFoundError):  # a kernel without swap
-            (self.path / "memory.swap.max").write_text("0")
-        (self.path / "memory.max").write_text(str(most << 20))
-        (self.path / "pids.max").write_text(str(limits.processes + _OURS_PROCESSES))
+            (self.path / "memory.swap.max").write_text("0", "utf-8")
+        (self.path / "memory.max").write_text(str(most << 20), "utf-8")
+        (self.path / "pids.max").write_text(str(limits.processes + _OURS_PROCESSES), "utf-8")
 
     def killed(self) -> int:
         """Returns how many processes the kernel has ended for their memory."""
-        lines = (self.path / "memory.events").read_text().splitlines()
+        lines = (self.path / "memory.events").read_text("utf-8").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
     def close(self) -> None:
         """Ends what is left, and removes the group."""
         with suppress(OSError):
-            (self.path / "cgroup.kill").write_text("1")
+            (self.path / "cgroup.kill").write_text("1", "utf-8")
         with suppress(
             OSError
         ):  # the last process may still be ending; an empty group costs nothing

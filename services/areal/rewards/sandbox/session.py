@@ -319,7 +319,7 @@ class Session:
 def stat(pid: int) -> list[str]:
     """State, parent, process group, session, …; empty if it is gone."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
@@ -328,7 +328,7 @@ def stat(pid: int) -> list[str]:
 def memory(pid: int) -> int:
     """Bytes of a process that no file of a disk backs: its own, and what it shares."""
     try:
-        with open(f"/proc/{pid}/status") as file:
+        with open(f"/proc/{pid}/status", encoding="utf-8") as file:
             lines = [line.split() for line in file if line.startswith(("RssAnon", "RssShmem"))]
         return sum(int(line[1]) << 10 for line in lines)
     except (OSError, IndexError):

@@ -154,7 +154,7 @@ def guard(limits: dict[str, Any], program: bytes, requests: int, answers: int) -
             ("uid_map", f"{uid} {uid} 1"),
             ("gid_map", f"{gid} {gid} 1"),
         ):
-            with open(f"/proc/self/{name}", "w") as file:
+            with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
                 file.write(line)
         LIBC.prctl(PR_SET_DUMPABLE, 0)
         pid = os.fork()
@@ -214,7 +214,7 @@ def become_program(
             if not path.startswith(FOLDER + "/"):
                 raise ValueError(f"file {name!r}: expected a path inside the box's folder")
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "w") as file:
+            with open(path, "w", encoding="utf-8") as file:
                 file.write(content)
         os.chdir(os.path.join(FOLDER, command["cwd"]))
         if command["argv"]:
@@ -260,7 +260,11 @@ def restrict(limits: dict[str, Any], program: bytes) -> None:
 
 def execute(code: str, arguments: list[str]) -> int:
     """Run Python source as __main__ in this process; its exit code."""
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(0, encoding="utf-8"),
+        open(1, "w", encoding="utf-8"),
+        open(2, "w", encoding="utf-8"),
+    )
     sys.argv, sys.path[:0] = ["main.py", *arguments], [os.getcwd()]
     module = type(sys)("__main__")
     sys.modules["__main__"] = module

@@ -1,6 +1,7 @@
 import json
+from typing import Any
 
-from areal.training.run_files import MEASURED_AT, RunFiles
+from areal.training.run_files import MEASURED_AT, RunFiles, best_step, describe_best
 from areal.training.status import Evaluation
 
 
@@ -72,3 +73,26 @@ def test_evaluations_when_recorded_then_told_by_step_to_the_next_incarnation(tmp
         Evaluation("before", 0, 0.25),
         Evaluation("after", 4, 0.75),
     ]
+
+
+def _measured(name: str, *means: tuple[int, float]) -> list[dict[str, Any]]:
+    return [{"name": name, "step": step, "mean": mean} for step, mean in means]
+
+
+def test_best_step_when_there_are_two_sets_then_their_rewards_are_not_compared() -> None:
+    easy = _measured("easy", (20, 0.9), (40, 0.8), (60, 0.7))
+    hard = _measured("hard", (20, 0.1), (60, 0.2))
+    assert best_step(easy + hard, [20, 40, 60]) == 20
+    assert best_step(hard + easy, [20, 40, 60]) == 20  # easy: evaluated most often
+    assert best_step(hard[:1] + easy[:1] + hard[1:] + easy[2:], [20, 60]) == 60  # as often: hard
+    assert best_step(easy, [80]) is None
+
+
+def test_best_step_when_described_then_with_the_start_of_the_same_set() -> None:
+    measured = _measured("heldout", (0, 0.159), (20, 0.045), (40, 0.018)) + _measured(
+        "other", (0, 0.9)
+    )
+    assert best_step(measured, [20, 40]) == 20
+    assert describe_best(measured, [20, 40]) == "heldout 0.045 (0.159 before training)"
+    assert describe_best(measured[1:], [20]) == "heldout 0.045"
+    assert describe_best(measured, [7]) == ""

@@ -5,6 +5,7 @@
 | `packed` | nothing: any device and precision | |
 | `varlen`, torch's own | a GPU, Ampere or later, 16 bits | softcaps, sinks, heads wider than 256 |
 | `varlen_repeat_kv` | the same; copies keys and values to each head | as `varlen` |
+| `varlen_cudnn` | the same; taken only if it is named | as `varlen`, and sliding windows |
 | `flash_attention_2` | the same, and the package flash_attn | sinks, heads wider than 256 |
 | `flash_attention_3` | the same on Hopper, and flash_attn_interface | as `varlen` |
 
@@ -29,6 +30,7 @@ from areal.engines.model.attention.layout import PackedLayout
 from areal.engines.model.attention.packed import packed_attention
 from areal.engines.model.attention.ulysses import Attention, across_ranks
 from areal.engines.model.attention.varlen import (
+    CUDNN,
     FLASH_2,
     FLASH_3,
     PACKAGES,
@@ -156,6 +158,8 @@ def _beyond(kernel: str, hf: Any) -> str | None:
     widest = max((max(shape.width, shape.value_width) for shape in shapes), default=0)
     if widest > WIDEST:
         return f"{name} has heads of width {widest}, more than {WIDEST}"
+    if kernel == CUDNN and any(shape.window is not None for shape in shapes):
+        return f"{name} has sliding windows"
     if kernel == TORCH_REPEATED and all(shape.heads == shape.kv_heads for shape in shapes):
         return f"{name} has keys and values for each head: there is nothing to repeat"
     return None

@@ -66,7 +66,9 @@ class PackedLayout:
         )
 
 
-def build_layout(batch: Batch, *, share_prefixes: bool, buckets: bool = True) -> PackedLayout:
+def build_layout(
+    batch: Batch, *, share_prefixes: bool, buckets: bool = True, least: float = 0.0
+) -> PackedLayout:
     """Plan the computation of a batch.
 
     Args:
@@ -74,12 +76,15 @@ def build_layout(batch: Batch, *, share_prefixes: bool, buckets: bool = True) ->
         share_prefixes: compute the prefix that a sequence has in common with its group's first
             sequence once.
         buckets: true for the `packed` kernel; the others find sequences by `cu_seqlens`.
+        least: prefixes are shared only if this part of the tokens need not be computed then.
     """
     cu_seqlens = batch["cu_seqlens"].long()
     offsets = position_ids(cu_seqlens)
     everything = torch.arange(len(offsets), device=offsets.device)
     stands_for = _prefix_leaders(batch, offsets) if share_prefixes else everything
     computed = torch.nonzero(stands_for == everything).flatten()
+    if len(computed) > (1 - least) * len(everything):
+        stands_for = computed = everything
     slot = torch.empty_like(everything)
     slot[computed] = torch.arange(len(computed), device=offsets.device)
     locate = slot[stands_for]

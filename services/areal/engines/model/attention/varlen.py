@@ -15,6 +15,8 @@ is bound:
 | 2.10 | no: it cannot be used | no |
 | 2.11 | yes | no, and nothing compares the numbers of heads |
 | 2.12 to 2.14 | yes | yes, and needed where keys have fewer heads |
+
+`CUDNN` calls the operators beneath torch's function, which never takes cuDNN itself.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from areal.engines.model.attention.layout import PackedLayout
 from areal.engines.versions import installed
 from areal.errors import CannotStart
 
 TORCH, FLASH_2, FLASH_3 = "varlen", "flash_attention_2", "flash_attention_3"
-TORCH_REPEATED = "varlen_repeat_kv"
+TORCH_REPEATED, CUDNN = "varlen_repeat_kv", "varlen_cudnn"
 PACKAGES = {FLASH_2: "flash_attn", FLASH_3: "flash_attn_interface"}
 """What has to be installed."""
 WIDEST = 256
@@ -52,6 +56,8 @@ def bind(kernel: str) -> Varlen:
     """
     if kernel in PACKAGES:
         return partial(_call_package, import_module(PACKAGES[kernel]).flash_attn_varlen_func)
+    if kernel == CUDNN:
+        return _call_cudnn
     from torch.nn.attention.varlen import varlen_attn
 
     takes = inspect.signature(varlen_attn).parameters
@@ -145,3 +151,51 @@ def _call_package(
     # Early versions of flash attention 3 add the log-sum-exp.
     out: Tensor = found[0] if isinstance(found, tuple) else found
     return out
+
+
+def _call_cudnn(
+    rows: list[Tensor],
+    layout: PackedLayout,
+    scaling: float,
+    seen: tuple[int, int],
+    softcap: float | None,
+) -> Tensor:
+    assert softcap is None, "it has none"
+    assert seen[0] < 0, "it has no windows"
+    attend: Any = _Cudnn.apply
+    out: Tensor = attend(*rows, layout.cu_seqlens, layout.longest, scaling)
+    return out
+
+
+class _Cudnn(torch.autograd.Function):
+    """Causal attention within each sequence: torch has both operators, but joins them nowhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor,
+        longest: int,
+        scaling: float,
+    ) -> Tensor:
+        found = torch.ops.aten._cudnn_attention_forward(
+            query, key, value, None, bounds, bounds, longest, longest, True, 0.0, True, False,
+            scale=scaling,
+        )  # fmt: skip
+        out: Tensor = found[0]
+        ctx.save_for_backward(query, key, value, bounds, out, found[1], found[6], found[7])
+        ctx.longest, ctx.scaling = longest, scaling
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, value, bounds, out, log_sum_exp, seed, offset = ctx.saved_tensors
+        no_bias = query.new_empty(0)
+        grads = torch.ops.aten._cudnn_attention_backward(
+            grad.contiguous(), query, key, value, out, log_sum_exp, seed, offset, no_bias,
+            bounds, bounds, ctx.longest, ctx.longest, 0.0, True, scale=ctx.scaling,
+        )  # fmt: skip
+        return *grads, None, None, None

@@ -71,6 +71,12 @@ def test_build_layout_when_sequences_share_prefixes_then_computes_them_once():
     assert layout.position_ids.tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3, 0, 1, 2]
     alone = build_layout(batch, share_prefixes=False)
     assert alone.computed.tolist() == list(range(17))
+    # 5 of 17 tokens need not be computed.
+    for least, count in ((0.29, 12), (0.3, 17)):
+        found = build_layout(batch, share_prefixes=True, least=least)
+        assert len(found.computed) == count
+        assert found.shared == (count < 17)
+        assert found.locate.max() == count - 1
 
 
 @pytest.mark.parametrize("seed", range(5))
