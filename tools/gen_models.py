@@ -30,6 +30,7 @@ from areal.engines.model.guards import drop_towers, placeholders, silence_noise 
 from areal.engines.model.heads import LogprobHead  # noqa: E402
 from areal.engines.model.packed import PackedCausalLM  # noqa: E402
 from areal.engines.model.self_test import self_test  # noqa: E402
+from areal.engines.parallel.apply import decoder_layers  # noqa: E402
 from areal.errors import InvalidInput  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
@@ -80,6 +81,7 @@ def try_architecture(model_type: str, seed: int = 0) -> Row:
     try:
         model = PackedCausalLM(trained, kernel="packed", chunk_elements=1 << 12)
         self_test(model, torch.device("cpu"), torch.float32)
+        decoder_layers(trained)
     except InvalidInput as error:
         return Row(model_type, name, REFUSED, _reason(str(error)))
     logprob, gradient = errors(hf, model, seed)

@@ -113,8 +113,8 @@ COMPOSITE: dict[str, dict[str, Any]] = {
     "glm4v": {"text_config": {"rope_parameters": _SECTIONS}},
     "llama4": {},
     "mistral3": {},
-    "qwen2_5_vl": {},
-    "qwen2_vl": {},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": _SECTIONS}},
+    "qwen2_vl": {"text_config": {"rope_parameters": _SECTIONS}},
     "qwen3_5": {},
     "qwen3_5_moe": {},
     "qwen3_vl": {},
@@ -159,6 +159,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "reformer": {"is_decoder": True},
     "roc_bert": {"shape_vocab_size": 96, "pronunciation_vocab_size": 96},
+    "youtu": {"pad_token_id": None},  # transformers clears its row when it loads
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": _ZAMBA, "n_mamba_heads": 2},
     "zamba2": {"layers_block_type": _ZAMBA, "mamba_d_state": 8},

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.engines.model.guards import attention_layers, decoder_of
+from areal.engines.model.guards import decoder_of
+from areal.engines.model.layer_types import attention_layers
 from areal.engines.model.recurrent import modules_of, state_products
 
 # Dense bfloat16, 10^12 a second, as the makers state it; the first name that is part of the GPU's.
@@ -80,10 +81,8 @@ class Work:
             if parameter.ndim >= 2 and parameter is not embedding and parameter is not head
         )
         states = sum(state_products(module) for _, module in modules_of(decoder_of(hf)))
-        heads = getattr(config, "num_attention_heads", None) or 1
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         last = 0.0 if head is None else operations(head)
-        per_pair = 6.0 * attention_layers(config) * heads * dim
+        per_pair = 6.0 * sum(_query_width(each) for each in attention_layers(config))
         return cls(per_token + 6.0 * states, last, per_pair)
 
     @property
@@ -96,6 +95,13 @@ class Work:
         lengths = cu_seqlens.diff().double()
         layers = self.per_token * lengths.sum() + self.per_pair * lengths.square().sum()
         return float(layers) + self.per_loss_token * loss_tokens
+
+
+def _query_width(config: Any) -> int:
+    """Of all heads of an attention layer."""
+    heads = int(getattr(config, "num_attention_heads", None) or 1)
+    dim = getattr(config, "head_dim", None)
+    return heads * int(dim) if dim else int(config.hidden_size) // heads * heads
 
 
 class Phases:

@@ -15,14 +15,13 @@ from torch import nn
 
 from areal.engines.model import vision
 from areal.engines.model.attention.dispatch import registered_name
+from areal.engines.model.layer_types import RECURRENT, TOKENWISE, attention_layers, layer_types
 from areal.engines.model.recurrent import modules_of as recurrent_modules
 from areal.errors import InvalidInput
 
-# Layers in which tokens meet in attention only, or not at all.
+# Layers in which tokens meet in attention only.
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-_TOKENWISE_LAYERS = frozenset({"mlp", "moe"})
-# Layers with a state or a convolution, as `recurrent` computes them; hybrids have attention beside.
-_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "conv"})
+# Attention beside a layer with a state.
 _HYBRID_LAYERS = frozenset({"hybrid", "hybrid_sliding"})
 
 
@@ -37,8 +36,8 @@ def refuse_unsupported(hf: Any) -> None:
     """
     config = hf.config.get_text_config()
     kinds, recurrent = layer_types(config), recurrent_modules(decoder_of(hf))
-    stateful = _RECURRENT_LAYERS | _HYBRID_LAYERS
-    known = _ATTENTION_LAYERS | _TOKENWISE_LAYERS
+    stateful = RECURRENT | _HYBRID_LAYERS
+    known = _ATTENTION_LAYERS | TOKENWISE
     if sum(kind in stateful for kind in kinds) <= len(recurrent):
         known |= stateful
     other = sorted({str(kind) for kind in kinds} - known)
@@ -54,6 +53,9 @@ def refuse_unsupported(hf: Any) -> None:
     for module in decoder_of(hf).modules():
         if getattr(module, "is_causal", True) is False:
             raise refusal(hf, f"{type(module).__name__} lets tokens see later tokens")
+    names = [id(p) for _, p in decoder_of(hf).named_parameters(remove_duplicate=False)]
+    if len(set(names)) < len(names):
+        raise refusal(hf, "layers that share their weights, which ranks cannot gather one by one")
     if hf.get_output_embeddings() is None and not is_scalar(hf):
         raise refusal(hf, "no language-model head")
 
@@ -61,19 +63,6 @@ def refuse_unsupported(hf: Any) -> None:
 def is_scalar(hf: Any) -> bool:
     """Return whether a model's head returns one number instead of logits."""
     return hasattr(hf, "score")
-
-
-def layer_types(config: Any) -> list[str]:
-    """Return each layer's type, as a text config has them; empty: all are attention."""
-    names = ("layer_types", "layers_block_type")
-    return next((list(kinds) for name in names if (kinds := getattr(config, name, None))), [])
-
-
-def attention_layers(config: Any) -> int:
-    """Return how many layers of a text config have attention."""
-    kinds = layer_types(config)
-    without = _RECURRENT_LAYERS | _TOKENWISE_LAYERS
-    return sum(kind not in without for kind in kinds) if kinds else int(config.num_hidden_layers)
 
 
 def refusal(hf: Any, what: str) -> InvalidInput:

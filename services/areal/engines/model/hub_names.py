@@ -87,12 +87,11 @@ def export_steps(hf: Any) -> list[Step]:
     What was converted when the model was loaded is reverted, so that the names of its own directory
     come out again; a model made from a config alone gets its family's.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, dot_natural_key
 
     used = getattr(hf, "_weight_conversions", None)
     if used is None:
-        used = get_model_conversion_mapping(hf, add_legacy=False)
+        used = _conversions(hf, legacy=False)
         used = [conversion for conversion in used if not isinstance(conversion, PrefixChange)]
     renamings, converters, by_pattern = _sorted_out([c.reverse_transform() for c in reversed(used)])
     unsaved = set(hf._keys_to_ignore_on_save or ())
@@ -180,12 +179,11 @@ def bystanders(hf: Any, source: Path) -> list[str]:
 
 def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], list[Any]]:
     """Steps by what they make; what fits no tensor of the model: name -> target; conversions."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     state = _state(hf)
     everything = {**state, **dict.fromkeys(left_on_disk(hf))}
-    conversions = get_model_conversion_mapping(hf)
+    conversions = _conversions(hf, legacy=True)
     renamings, converters, by_pattern = _sorted_out(conversions)
     steps: dict[str, Step] = {}
     unknown: dict[str, str] = {}
@@ -203,6 +201,25 @@ def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], l
             raise InvalidInput(f"{step.names[0]!r} and {name!r} are the same tensor: expected one")
         step.sources.append((name, pattern or name))
     return steps, unknown, [each for each in conversions if each.was_used()]
+
+
+def keep_conversions(hf: Any) -> None:
+    """Note how transformers converts a model's tensors, before FSDP shards any of its modules.
+
+    FSDP makes classes of its own, which transformers takes for custom code: it would leave out what
+    it knows of a decoder within a checkpoint of several models.
+    """
+    hf._known_conversions = {each: _conversions(hf, legacy=each) for each in (True, False)}
+
+
+def _conversions(hf: Any, *, legacy: bool) -> list[Any]:
+    """New objects each time, because they note what they were used for."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known = getattr(hf, "_known_conversions", None)
+    if known is None:
+        return list(get_model_conversion_mapping(hf, add_legacy=legacy))
+    return deepcopy(known[legacy])  # type: ignore[no-any-return]
 
 
 def left_on_disk(hf: Any) -> frozenset[str]:

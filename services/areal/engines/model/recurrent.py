@@ -83,6 +83,16 @@ def state_products(module: Any) -> int:
     return 3 * int(sizes["num_heads"]) * int(sizes["head_dim"]) ** 2
 
 
+def float32_names(module: Any) -> list[str]:
+    """Return a recurrent module's own names of the parameters that stay in float32."""
+    delta = kind_of(module) == "gated delta rule"
+    return [
+        name
+        for name, _ in module.named_parameters()
+        if name.endswith(("A_log", "dt_bias")) or (delta and "norm" in name.rpartition(".")[0])
+    ]
+
+
 class RecurrentLayers:
     """A model's layers with a state or a convolution, told of each micro-batch's sequences."""
 
@@ -282,6 +292,10 @@ def difference(module: Any, argument: str, device: torch.device, compute: torch.
         compute: precision of its forward pass.
     """
     tried = copy.deepcopy(module).to_empty(device=device).to(compute)
+    if compute.itemsize == 2:
+        for name in float32_names(tried):
+            parameter = tried.get_parameter(name)
+            parameter.data = parameter.float()
     generator = torch.Generator().manual_seed(0)
     for parameter in tried.parameters():
         spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3

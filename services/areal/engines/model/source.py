@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areal.engines.model import fill, guards
+from areal.engines.model import fill, guards, hub_names, precision
 from areal.engines.model.guards import is_scalar
 from areal.errors import InvalidInput
 
@@ -60,6 +60,7 @@ def build(
         with torch.device("meta"):
             hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
         fill.make_buffers(hf)
+        hub_names.keep_conversions(hf)
     except (ImportError, OSError, ValueError) as error:
         # An unknown architecture, code that would have to be downloaded, an absent kernel.
         why = " ".join(str(error).split())
@@ -76,6 +77,7 @@ def build(
     if not from_scratch:
         hf._left_on_disk = guards.drop_towers(hf)
     guards.silence_noise(hf)
+    precision.widen(hf, dtype)
     if dtype == torch.float64:
         _use_exact_norms(hf)
         if hf._can_set_experts_implementation():

@@ -38,7 +38,7 @@ from areal.config.training import (
     TrainEngineConfig,
 )
 from areal.errors import InvalidInput
-from areal.models.directory import read_model_config
+from areal.models.directory import read_config, read_model_config
 from areal.weights.safetensors import SUFFIX, read_layout
 
 GIB = 1024**3
@@ -85,7 +85,7 @@ class ModelShape:
     tied: bool = False
     """The head is the embedding."""
     kind: str = ""
-    """`model_type`."""
+    """`model_type`, of all of it where it is made of several models."""
     recurrent: int = 0
     """Values per token that a recurrent layer projects its input to; 0: the model has none."""
 
@@ -117,7 +117,10 @@ class ModelShape:
         )
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
-        vocabulary, dense = int(config["vocab_size"]), int(config["intermediate_size"])
+        # Some models have a size for each layer.
+        wide = config["intermediate_size"]
+        dense = max(map(int, wide)) if isinstance(wide, list) else int(wide)
+        vocabulary = int(config["vocab_size"])
         experts = int(
             next((config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts")
                   if config.get(k)), 0)
@@ -151,7 +154,7 @@ class ModelShape:
             expert_parameters=of_experts,
             head_norms=str(config.get("model_type")).startswith("qwen3"),
             tied=tied,
-            kind=str(config.get("model_type")),
+            kind=str(read_config(directory).get("model_type")),
             recurrent=_recurrent_width(config),
         )
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+from tests.unit.areal.engines.tiny_families import alone, saved, text_batch
+from tests.unit.areal.engines.train_fixtures import weighted_loss
 from tools.gen_models import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE, errors
 from tools.tiny_architectures import COMPOSITE, tiny_model
 
@@ -36,32 +37,6 @@ def initialize():
     yield make
     for engine in reversed(engines):
         engine.destroy()
-
-
-def saved(kind, folder):
-    torch.set_num_threads(1)
-    hf = tiny_model(kind, 0)
-    hf.save_pretrained(folder)
-    return hf
-
-
-def text_batch(hf, seed=0):
-    reserved = torch.tensor(guards.placeholders(hf.config))
-    batch = make_batch(seed, groups=2, vocabulary=96)
-    batch["input_ids"][torch.isin(batch["input_ids"], reserved)] = 3
-    return batch
-
-
-def alone(hf, batch):
-    """Logprobs of a class of transformers, one sequence at a time."""
-    parts = []
-    for begin, end in zip(batch["cu_seqlens"][:-1], batch["cu_seqlens"][1:], strict=True):
-        ids = batch["input_ids"][begin:end]
-        with torch.no_grad():
-            logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-        found = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
-        parts.append(torch.cat([found.new_zeros(1), found]))
-    return torch.cat(parts) * batch["loss_mask"]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -147,7 +122,7 @@ def test_load_when_a_tower_lacks_a_tensor_or_has_one_too_many_then_says_which(tm
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(InvalidInput, match=f"lacks tensor '{name}'"):
         initialize(tmp_path)
-    save_file({**tensors, name: value, "model.visual.odd": value}, file, {"format": "pt"})
+    save_file({**tensors, name: value, "model.visual.odd": value.clone()}, file, {"format": "pt"})
     with pytest.raises(InvalidInput, match=r"unknown tensor 'model\.visual\.odd'"):
         initialize(tmp_path)
 
@@ -175,7 +150,10 @@ def test_adapters_when_a_composite_has_them_then_the_merged_export_loads(tmp_pat
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_packed_when_a_composite_gets_text_then_equals_each_sequence_alone(kind):
-    hf = tiny_model(kind, 0)
+    # In float64 the difference is a leak's: wild weights amplify the rounding of float32.
+    hf = tiny_model(kind, 0).double()
+    if hf._can_set_experts_implementation():
+        hf.set_experts_implementation("eager")  # torch has no grouped product of float64
     trained = copy.deepcopy(hf)
     assert guards.drop_towers(trained)
     model = PackedCausalLM(trained, kernel="packed", chunk_elements=1 << 12)

@@ -27,8 +27,9 @@ from areal.config.training import (
 )
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.model import recurrent
-from areal.engines.model.guards import attention_layers, silence_noise
+from areal.engines.model.guards import silence_noise
 from areal.engines.model.heads import LogprobHead
+from areal.engines.model.layer_types import attention_layers
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
 from areal.engines.optimizer import make_optimizer
@@ -342,7 +343,7 @@ def test_layout_when_it_shares_tokens_or_matrices_then_refuses_and_names_the_kin
 def test_work_when_layers_are_recurrent_then_counts_states_once_and_pairs_in_attention_only():
     hf = tiny_model("qwen3_next", 0)
     config = hf.config
-    assert attention_layers(config) == 2
+    assert len(attention_layers(config)) == 2
     work = Work.of(hf)
     assert work.per_pair == 6 * 2 * config.num_attention_heads * config.head_dim
     state = config.linear_num_value_heads * config.linear_key_head_dim
