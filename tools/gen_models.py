@@ -22,14 +22,15 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "services")]
 
-from tools.tiny_architectures import NotTried, tiny_model  # noqa: E402
+from tools.tiny_architectures import COMPOSITE, NotTried, tiny_model  # noqa: E402
 
 from areal.algorithms import packing  # noqa: E402
 from areal.engines.model.attention.layout import build_layout  # noqa: E402
-from areal.engines.model.guards import silence_noise  # noqa: E402
+from areal.engines.model.guards import drop_towers, placeholders, silence_noise  # noqa: E402
 from areal.engines.model.heads import LogprobHead  # noqa: E402
 from areal.engines.model.packed import PackedCausalLM  # noqa: E402
 from areal.engines.model.self_test import self_test  # noqa: E402
+from areal.engines.parallel.apply import decoder_layers  # noqa: E402
 from areal.errors import InvalidInput  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
@@ -54,10 +55,17 @@ class Row:
 
 
 def registry() -> dict[str, str]:
-    """Model type to class, as transformers' AutoModelForCausalLM has them."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Model type to class, as transformers' AutoModelForCausalLM has them.
 
-    return dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
+    Checkpoints of several models have the class of all of them.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    several = {kind: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind] for kind in COMPOSITE}
+    return dict(sorted({**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **several}.items()))
 
 
 def try_architecture(model_type: str, seed: int = 0) -> Row:
@@ -68,10 +76,12 @@ def try_architecture(model_type: str, seed: int = 0) -> Row:
     except NotTried as error:
         return Row(model_type, name, NOT_TRIED, str(error))
     trained = copy.deepcopy(hf)
+    drop_towers(trained)
     silence_noise(trained)
     try:
         model = PackedCausalLM(trained, kernel="packed", chunk_elements=1 << 12)
         self_test(model, torch.device("cpu"), torch.float32)
+        decoder_layers(trained)
     except InvalidInput as error:
         return Row(model_type, name, REFUSED, _reason(str(error)))
     logprob, gradient = errors(hf, model, seed)
@@ -97,9 +107,11 @@ def errors(hf: Any, model: PackedCausalLM, seed: int) -> tuple[float, float]:
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = hf.config.get_text_config().vocab_size
+    reserved = placeholders(hf.config)
 
     def tokens(count: int) -> list[int]:
-        return torch.randint(3, vocabulary, (count,), generator=generator).tolist()
+        drawn = torch.randint(3, vocabulary, (count,), generator=generator).tolist()
+        return [3 if token in reserved else token for token in drawn]
 
     sequences, groups = [], []
     for group, (common, added) in enumerate(_GROUPS):
@@ -157,8 +169,9 @@ def render(rows: list[Row]) -> str:
         "",
         "This page lists every causal language model that transformers "
         f"{transformers.__version__} provides",
-        "(`AutoModelForCausalLM`). If a tiny version of a model can be made, that version was "
-        "tested with",
+        "(`AutoModelForCausalLM`), and some checkpoints of several models. If a tiny version of "
+        "a model can be",
+        "made, that version was tested with",
         "random weights that are large enough for errors to show. The trainer packs sequences end "
         "to end and",
         "computes common prefixes once. The test compares the trainer's results with those of "
@@ -179,8 +192,31 @@ def render(rows: list[Row]) -> str:
         "",
         f"## Correct ({count(RIGHT)})",
         "",
-        "Among these are models with sliding windows, softcaps on attention and logits, attention "
-        "sinks, logit",
+        "Layers with a state or a convolution (gated delta rules, Mamba 1 and 2, lightning "
+        "attention, short",
+        "convolutions) are computed by the architecture's own functions on whole sequences of "
+        "similar length, so",
+        "no state crosses a boundary. A common prefix costs them as often as it occurs. On a GPU "
+        "the packages",
+        "that transformers finds (flash-linear-attention, causal-conv1d, mamba-ssm) compute them; "
+        "they get the",
+        "sequence boundaries instead of padded rows if a trial at the start shows that they heed "
+        "them. This has",
+        "not been tried on a GPU. Without the packages such layers are slow and need much memory. "
+        "Layouts with",
+        "`t` or `c` are refused for such models. LoRA leaves out `dt_proj` and `out_proj` of "
+        "Mamba layers.",
+        "",
+        "A checkpoint of several models (text and vision, say) trains its text model. Its other "
+        "towers are not",
+        "loaded: they stay on disk, and every export and published version has them as they came, "
+        "under the",
+        "checkpoint's own names and configuration. The towers of `qwen2_vl`, `qwen2_5_vl` and "
+        "`qwen3_vl` are",
+        "loaded, because images train with them.",
+        "",
+        "Among these are also models with sliding windows, softcaps on attention and logits, "
+        "attention sinks, logit",
         "scales, latent attention and experts. Dropout and router jitter are turned off. With "
         "`longrope` or",
         "dynamic NTK rope, the trainer refuses sequences beyond the length that the rope was "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -79,11 +80,52 @@ _TINY: dict[str, Any] = {
     "router_jitter_noise": 0.2,
     "input_jitter_noise": 0.2,
 }
+_TINY_TOWER = {
+    "depth": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "patch_size": 4,
+    "image_size": 16,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [1],
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "mm_embed_dim": 32,
+    "mm_posemb_size": 16,
+    "output_proj_dims": 32,
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+# Checkpoints of several models whose text model is trained; what their parts need besides.
+COMPOSITE: dict[str, dict[str, Any]] = {
+    "gemma3": {"text_config": {"final_logit_softcapping": None}},  # as it is published
+    "gemma4": {},
+    "gemma4_unified": {},
+    "glm4v": {"text_config": {"rope_parameters": _SECTIONS}},
+    "llama4": {},
+    "mistral3": {},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": _SECTIONS}},
+    "qwen2_vl": {"text_config": {"rope_parameters": _SECTIONS}},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+    "qwen3_vl": {},
+}
 # Latent attention has as many key heads as heads.
 _LATENT = {"num_key_value_heads": 4}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+_ZAMBA = ["linear_attention", "hybrid"] * 2
+_HYBRID = ["linear_attention", "full_attention"] * 2
 _SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
@@ -96,7 +138,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 7},
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": {**_MAMBA, "layer_types": _HYBRID},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -116,7 +159,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "reformer": {"is_decoder": True},
     "roc_bert": {"shape_vocab_size": 96, "pronunciation_vocab_size": 96},
+    "youtu": {"pad_token_id": None},  # transformers clears its row when it loads
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": _ZAMBA, "n_mamba_heads": 2},
+    "zamba2": {"layers_block_type": _ZAMBA, "mamba_d_state": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
 _WITHOUT: dict[str, set[str]] = {
@@ -124,7 +170,6 @@ _WITHOUT: dict[str, set[str]] = {
     "prophetnet": {"num_hidden_layers"},
     "xlnet": {"max_position_embeddings"},
     "xlstm": {"head_dim", "v_head_dim", "qk_head_dim"},
-    "zamba2": {"num_hidden_layers"},
 }
 LARGEST = 10_000_000
 """Parameters of a model that still counts as tiny."""
@@ -144,9 +189,44 @@ def tiny_config(model_type: str) -> Any:
 
     default = CONFIG_MAPPING[model_type]()
     text = default.get_text_config()
-    kind = type(text)
     if text is not default:
-        raise NotTried(f"several models in one; its text model is `{text.model_type}`")
+        if model_type not in COMPOSITE:
+            raise NotTried(f"several models in one; its text model is `{text.model_type}`")
+        parts = {
+            name: _tiny_tower(kind) | COMPOSITE[model_type].get(name, {})
+            for name, kind in _towers(default)
+        }
+        tokens = {name: 90 + number for number, name in enumerate(_placeholders(default))}
+        chosen = _tiny_text(text, model_type) | COMPOSITE[model_type].get("text_config", {})
+        return type(default)(text_config=chosen, **parts, **tokens)
+    return type(text)(**_tiny_text(text, model_type))
+
+
+def _towers(default: Any) -> Iterator[tuple[str, type]]:
+    for name, kind in default.sub_configs.items():
+        given = getattr(default, name, None)
+        if name != "text_config":
+            yield name, kind if given is None else type(given)
+
+
+def _placeholders(default: Any) -> list[str]:
+    return [
+        field.name
+        for field in fields(type(default))
+        if field.name.endswith(("_token_id", "_token_index"))
+        and field.name.startswith(("image", "video", "audio", "vision", "boi", "eoi"))
+    ]
+
+
+def _tiny_tower(kind: type) -> dict[str, Any]:
+    """What makes the configuration of a tower for images or sounds tiny."""
+    known = {field.name for field in fields(kind)}
+    return {name: value for name, value in _TINY_TOWER.items() if name in known}
+
+
+def _tiny_text(text: Any, model_type: str) -> dict[str, Any]:
+    """What makes the configuration of a text model tiny."""
+    kind = type(text)
     known = {field.name for field in fields(kind)}
     chosen = {name: value for name, value in _TINY.items() if name in known}
     if "kv_lora_rank" in known:
@@ -163,7 +243,7 @@ def tiny_config(model_type: str) -> Any:
     chosen |= _SPECIAL.get(text.model_type, {})
     for name in _WITHOUT.get(text.model_type, ()):
         chosen.pop(name, None)
-    return kind(**chosen)
+    return chosen
 
 
 def tiny_model(model_type: str, seed: int) -> Any:
@@ -172,12 +252,14 @@ def tiny_model(model_type: str, seed: int) -> Any:
     Raises:
         NotTried: it cannot be made tiny.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    composite = model_type in COMPOSITE
+    auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
     try:
         config = tiny_config(model_type)
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config)
+            empty = auto.from_config(config)
         size = sum(parameter.numel() for parameter in empty.parameters())
     except NotTried:
         raise
@@ -187,7 +269,7 @@ def tiny_model(model_type: str, seed: int) -> Any:
     if size > LARGEST:
         raise NotTried(f"{size / 1e6:.0f} M parameters at its smallest")
     torch.manual_seed(seed)
-    hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    hf = auto.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in hf.parameters():

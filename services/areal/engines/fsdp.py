@@ -31,8 +31,9 @@ from areal.engines import checkpoint, optimizer
 from areal.engines.export.directory import write_directory
 from areal.engines.export.exporter import Deliver, Exporter
 from areal.engines.host_states import HostStates, states_of
-from areal.engines.model import fill, lora, source
+from areal.engines.model import fill, lora, recurrent, source
 from areal.engines.model.attention import dispatch
+from areal.engines.model.guards import decoder_of
 from areal.engines.model.heads import Head, LogprobHead
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
@@ -106,7 +107,9 @@ class FSDPEngine(TrainEngine):
         compute, master = resolve_precision(config, self.device)
         # What is frozen needs no more precision than it computes in.
         stored = master if config.lora is None else compute
-        hf = source.build(config.path, stored, scalar=config.scalar)
+        hf = source.build(
+            config.path, stored, scalar=config.scalar, from_scratch=config.init_from_scratch
+        )
         if config.lora is not None:
             self.mesh.layout.check_adapters()
             lora.inject(hf, config.lora, master)
@@ -120,7 +123,8 @@ class FSDPEngine(TrainEngine):
             hf.requires_grad_(False)
         kernel = dispatch.choose(hf, config.attn_impl, self.device, compute)
         chunk = budget.chunk if budget else memory.frozen_chunk(config, hf, self.device)
-        model = PackedCausalLM(hf, kernel=kernel, chunk_elements=chunk)
+        heeding = recurrent.choose(hf, decoder_of(hf), self.device, compute)
+        model = PackedCausalLM(hf, kernel=kernel, chunk_elements=chunk, boundaries=heeding)
         memory.use_kernels(hf, decoder_layers(hf), kernels, self.device)
         offload = config.offload
         self._sharded = (

@@ -24,18 +24,24 @@ from areal.engines.parallel import gradients
 
 PIECE = 1 << 25
 """Elements that are widened at once: 384 MiB for two moments and the random bits."""
+_STATE_DECAYS = (".A_log", ".D", ".dt_bias")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Make AdamW; norms and biases have no weight decay."""
+    """Make AdamW; norms, biases and the decays of states have no weight decay.
+
+    A state's decay is exp(-exp(A_log) dt), and Mamba 1 has a matrix of A_log: pulled to 0, it would
+    change how long each layer remembers, whatever the loss says.
+    """
+    decays = {id(p) for name, p in model.named_parameters() if name.endswith(_STATE_DECAYS)}
     # Fused AdamW takes tensors of one mesh at a time.
     groups = [
         {"params": chosen, "weight_decay": decay}
         for same in gradients.by_mesh(p for p in model.parameters() if p.requires_grad)
         for decay, chosen in (
-            (config.weight_decay, [p for p in same if p.ndim >= 2]),
-            (0.0, [p for p in same if p.ndim < 2]),
+            (config.weight_decay, [p for p in same if p.ndim >= 2 and id(p) not in decays]),
+            (0.0, [p for p in same if p.ndim < 2 or id(p) in decays]),
         )
         if chosen
     ]

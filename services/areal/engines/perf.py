@@ -1,6 +1,6 @@
 """Measures the cost of a step: floating-point operations, time by phase, peak memory.
 
-    MFU = ((4 N + 2 M) T + (4 or 6) V T' + 6 layers heads head_dim sum of L^2)
+    MFU = ((4 N + 2 M + 6 S) T + (4 or 6) V T' + 6 layers heads head_dim sum of L^2)
           / (seconds x GPUs x peak FLOP/s)
 
 N is the number of parameters that a token is multiplied with in the layers (only the experts it is
@@ -8,9 +8,11 @@ routed to; an embedding lookup does not count), M the number of those that are t
 LoRA's matrices. T is the tokens of the batch, L the length of each sequence. V is the number of
 parameters of the head, T' the loss tokens: no other token reaches the head. A parameter costs 2
 operations forward, 2 for the gradient of its input, and 2 for its own gradient if it is trained;
-causal attention 2 x 2 x L^2 / 2 forward and twice that backward. It counts the model's operations,
-not the machine's: what is computed again (activations, logits) adds to the time only, and a prefix
-that is computed once counts in each sequence that has it.
+causal attention 2 x 2 x L^2 / 2 forward and twice that backward, in the layers that have attention.
+S is the number of multiplications with the states of recurrent layers that one token costs forward
+(`recurrent.state_products`); what their kernels add by computing in chunks is not counted. It
+counts the model's operations, not the machine's: what is computed again (activations, logits) adds
+to the time only, and a prefix that is computed once counts in each sequence that has it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from areal.engines.model.guards import decoder_of
+from areal.engines.model.layer_types import attention_layers
+from areal.engines.model.recurrent import modules_of, state_products
 
 # Dense bfloat16, 10^12 a second, as the makers state it; the first name that is part of the GPU's.
 _PEAK = (
@@ -48,7 +54,7 @@ class Work:
     """Operations of a train step."""
 
     per_token: float
-    """4 N + 2 M."""
+    """4 N + 2 M + 6 S."""
     per_loss_token: float
     """4 V, or 6 V if the head is trained."""
     per_pair: float
@@ -74,10 +80,10 @@ class Work:
             for name, parameter in hf.named_parameters()
             if parameter.ndim >= 2 and parameter is not embedding and parameter is not head
         )
-        heads = config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        states = sum(state_products(module) for _, module in modules_of(decoder_of(hf)))
         last = 0.0 if head is None else operations(head)
-        return cls(per_token, last, 6.0 * config.num_hidden_layers * heads * dim)
+        per_pair = 6.0 * sum(_query_width(each) for each in attention_layers(config))
+        return cls(per_token + 6.0 * states, last, per_pair)
 
     @property
     def pair_cost(self) -> float:
@@ -89,6 +95,13 @@ class Work:
         lengths = cu_seqlens.diff().double()
         layers = self.per_token * lengths.sum() + self.per_pair * lengths.square().sum()
         return float(layers) + self.per_loss_token * loss_tokens
+
+
+def _query_width(config: Any) -> int:
+    """Of all heads of an attention layer."""
+    heads = int(getattr(config, "num_attention_heads", None) or 1)
+    dim = getattr(config, "head_dim", None)
+    return heads * int(dim) if dim else int(config.hidden_size) // heads * heads
 
 
 class Phases:

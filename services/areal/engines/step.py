@@ -41,7 +41,6 @@ from areal.config.training import RefConfig, TrainEngineConfig
 from areal.engines import finite
 from areal.engines.model import vision
 from areal.engines.model.attention.dispatch import PACKED
-from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.heads import Head
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.optimizer import make_optimizer
@@ -381,7 +380,7 @@ class TrainStep:
         targets = torch.nonzero(mb["loss_mask"]).flatten()
         packed, shares = self.model.kernel == PACKED, self._config.share_prefixes
         least = 0.0 if packed or shares is not None else _WORTH_SHARING
-        layout = build_layout(mb, share_prefixes=shares is not False, buckets=packed, least=least)
+        layout = self.model.plan(mb, share_prefixes=shares is not False, least=least)
         seen = None
         if images.has_images(mb):
             seen = vision.plan(self.model.hf, mb, layout).map(self._to_device)

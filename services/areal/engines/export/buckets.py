@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.engines.model import hub_names, lora
+from areal.engines.model.precision import float32_tensors
 from areal.engines.model.tensor_directory import TensorDirectory
 from areal.errors import InvalidInput
 from areal.training.ranks import gather_json
@@ -69,7 +70,8 @@ class Gathering:
         hf: the model, resharded.
         source: its directory.
         held: the result of `Held.of`.
-        dtype: to cast floating tensors to; None: as they are.
+        dtype: to cast floating tensors to, but those that stay in float32 (`precision`); None: as
+            they are.
         group: process group of all ranks for the model's device; no one else may use it meanwhile.
 
     Raises:
@@ -87,9 +89,14 @@ class Gathering:
         self._hf, self._source, self._held, self._group = hf, source, held, group
         self._rank = dist.get_rank()
         self._live = {name: t.detach() for name, t in hub_names.live_tensors(hf).items()}
+        exact = {name.replace(".base_layer.", ".") for name in float32_tensors(hf)}
         self._dtypes = {
             name: getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
             for name, tensor in self._live.items()
+        }
+        # Rounded, they would be other values than those that the trainer computes with.
+        self._dtypes |= {
+            n: torch.float32 for n in exact & self._live.keys() if self._dtypes[n].itemsize == 2
         }
         self._deltas = lora.deltas(hf)
         self._buckets = self._plan(held.boxes)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _INDEX = "model.safetensors.index.json"
@@ -23,6 +24,8 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 _NAMED_TEMPLATES = "additional_chat_templates"
 _SHARD_BYTES = 4 << 30
@@ -48,7 +51,7 @@ def write_directory(
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0
-    dtype = None
+    sizes: dict[torch.dtype, int] = {}
 
     def flush() -> None:
         nonlocal size
@@ -66,7 +69,7 @@ def write_directory(
         size += tensor.nbytes
         total += tensor.nbytes
         if tensor.is_floating_point():
-            dtype = tensor.dtype
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
     flush()
     weight_map = {}
     for number, names in enumerate(shards):
@@ -83,8 +86,8 @@ def write_directory(
     _remove_others(directory, set(weight_map.values()))
     config = hf.config.to_dict()
     config["architectures"] = [type(hf).__name__]
-    if dtype is not None:
-        config["dtype"] = str(dtype).removeprefix("torch.")
+    if sizes:  # some tensors may stay in float32 (`precision`)
+        config["dtype"] = str(max(sizes, key=lambda each: sizes[each])).removeprefix("torch.")
     (directory / "config.json").write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8"
     )

@@ -147,14 +147,50 @@ def draw_own(hf: Any, skeleton: Any, seed: int) -> None:
 def make_buffers(hf: Any) -> None:
     """Compute the buffers that are not in a model's files: rotary frequencies, embedding scales.
 
-    transformers does the same at the end of `from_pretrained`.
+    transformers does the same at the end of `from_pretrained`. A buffer may be a matter of its
+    module or of one around it: Falcon-H1's decoder computes those of its layers.
+
+    Raises:
+        InvalidInput: no module computes one of them.
     """
-    for _, module, owner in _modules(hf, "", hf):
-        missing = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
-        for name in missing:
-            _replace(module, name, torch.device("cpu"))
-        if missing:
+    modules = list(_modules(hf, "", hf))
+    missing = [
+        (f"{prefix}.{name}", module, name)
+        for prefix, module, _ in modules
+        for name in sorted(module._non_persistent_buffers_set)
+        if module._buffers[name] is not None
+    ]
+    for _, module, name in missing:
+        _replace(module, name, torch.device("cpu"))
+        _spoil(module._buffers[name])
+    around = {full[:at] for full, _, _ in missing for at, c in enumerate(full) if c == "."} | {""}
+    for prefix, module, owner in reversed(modules):
+        if prefix in around and missing:
             owner._init_weights(module)  # on parameters, which are meta, this does nothing
+    for full, module, name in missing:
+        if _is_spoiled(module._buffers[name]):
+            raise InvalidInput(
+                f"model {type(hf).__name__} does not compute its buffer {full!r} when it is "
+                "loaded; choose another model (docs/models.md)"
+            )
+
+
+def _spoil(buffer: Tensor | None) -> None:
+    """Fill a buffer with a value that nothing computes."""
+    assert buffer is not None
+    if buffer.is_floating_point():
+        buffer.fill_(float("nan"))
+    elif buffer.dtype != torch.bool and not buffer.is_complex():
+        buffer.fill_(torch.iinfo(buffer.dtype).max)
+
+
+def _is_spoiled(buffer: Tensor | None) -> bool:
+    assert buffer is not None
+    if buffer.is_floating_point():
+        return bool(buffer.isnan().any())
+    if buffer.dtype == torch.bool or buffer.is_complex() or not buffer.numel():
+        return False
+    return bool((buffer == torch.iinfo(buffer.dtype).max).all())
 
 
 def own_box(tensor: Tensor) -> tuple[slice, ...]:

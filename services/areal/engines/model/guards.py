@@ -1,24 +1,28 @@
 """Refuses architectures that packed attention would compute wrong, as far as a model shows it.
 
-Sequences lie end to end in one row. That is correct if tokens affect each other only in attention,
-and if this package's functions compute the attention. A model that visibly differs is refused here,
-in one line; the self-test finds the others.
+Sequences lie end to end in one row. That is correct if tokens affect each other only in attention
+and in recurrent layers, and if this package's functions compute both. A model that visibly differs
+is refused here, in one line; the self-test finds the others.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from areal.engines.model import vision
 from areal.engines.model.attention.dispatch import registered_name
+from areal.engines.model.layer_types import RECURRENT, TOKENWISE, attention_layers, layer_types
+from areal.engines.model.recurrent import modules_of as recurrent_modules
 from areal.errors import InvalidInput
 
-# Layers in which tokens meet in attention only. State spaces, convolutions and linear attention
-# run from one packed sequence into the next.
+# Layers in which tokens meet in attention only.
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+# Attention beside a layer with a state.
+_HYBRID_LAYERS = frozenset({"hybrid", "hybrid_sliding"})
 
 
 def refuse_unsupported(hf: Any) -> None:
@@ -31,17 +35,27 @@ def refuse_unsupported(hf: Any) -> None:
         InvalidInput: the message says what is wrong, why, and what to do.
     """
     config = hf.config.get_text_config()
-    kinds = {*(getattr(config, "layer_types", None) or ()), *_block_types(config)}
-    other = sorted(str(kind) for kind in kinds - _ATTENTION_LAYERS)
+    kinds, recurrent = layer_types(config), recurrent_modules(decoder_of(hf))
+    stateful = RECURRENT | _HYBRID_LAYERS
+    known = _ATTENTION_LAYERS | TOKENWISE
+    if sum(kind in stateful for kind in kinds) <= len(recurrent):
+        known |= stateful
+    other = sorted({str(kind) for kind in kinds} - known)
     if other:
         raise refusal(hf, f"layers of type {', '.join(other)}, not full or sliding attention")
-    if hf._is_stateful:
+    if hf._is_stateful and not recurrent:
         raise refusal(hf, "a state that carries over from one packed sequence to the next")
-    if "position_ids" not in inspect.signature(decoder_of(hf).forward).parameters:
+    if (
+        attention_layers(config)
+        and "position_ids" not in inspect.signature(decoder_of(hf).forward).parameters
+    ):
         raise refusal(hf, "positions are counted from the start of the packed row")
     for module in decoder_of(hf).modules():
         if getattr(module, "is_causal", True) is False:
             raise refusal(hf, f"{type(module).__name__} lets tokens see later tokens")
+    names = [id(p) for _, p in decoder_of(hf).named_parameters(remove_duplicate=False)]
+    if len(set(names)) < len(names):
+        raise refusal(hf, "layers that share their weights, which ranks cannot gather one by one")
     if hf.get_output_embeddings() is None and not is_scalar(hf):
         raise refusal(hf, "no language-model head")
 
@@ -49,10 +63,6 @@ def refuse_unsupported(hf: Any) -> None:
 def is_scalar(hf: Any) -> bool:
     """Return whether a model's head returns one number instead of logits."""
     return hasattr(hf, "score")
-
-
-def _block_types(config: Any) -> set[str]:
-    return set(getattr(config, "layers_block_type", None) or ())
 
 
 def refusal(hf: Any, what: str) -> InvalidInput:
@@ -99,13 +109,35 @@ def decoder_of(hf: Any) -> nn.Module:
 
 def freeze_towers(hf: Any) -> None:
     """Freeze the parts that only images and sounds reach, if no batch can have any."""
+    for module, name in _of_towers(hf):
+        if (parameter := module._parameters.get(name)) is not None:
+            parameter.requires_grad_(False)
+
+
+def drop_towers(hf: Any) -> frozenset[str]:
+    """Take the tensors of the same parts out of a model; returns their names in it.
+
+    What is left needs no memory for them and trains text. A model whose decoder is all there is
+    loses nothing.
+    """
+    before = set(hf.state_dict(keep_vars=True))
+    for module, name in list(_of_towers(hf)):
+        (module._parameters if name in module._parameters else module._buffers)[name] = None
+    return frozenset(before - set(hf.state_dict(keep_vars=True)))
+
+
+def _of_towers(hf: Any) -> Iterator[tuple[nn.Module, str]]:
+    """(module, name) of each tensor that only images and sounds reach."""
     if hf.config.get_text_config() is hf.config or vision.sees(hf):
         return
     parts = filter(None, (decoder_of(hf), hf.get_output_embeddings()))
-    used = {id(parameter) for part in parts for parameter in part.parameters()}
-    for parameter in hf.parameters():
-        if id(parameter) not in used:
-            parameter.requires_grad_(False)
+    used = {id(module) for part in parts for module in part.modules()}
+    for module in hf.modules():
+        if id(module) in used:
+            continue
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield module, name
 
 
 def placeholders(config: Any) -> list[int]:

@@ -87,12 +87,11 @@ def export_steps(hf: Any) -> list[Step]:
     What was converted when the model was loaded is reverted, so that the names of its own directory
     come out again; a model made from a config alone gets its family's.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, dot_natural_key
 
     used = getattr(hf, "_weight_conversions", None)
     if used is None:
-        used = get_model_conversion_mapping(hf, add_legacy=False)
+        used = _conversions(hf, legacy=False)
         used = [conversion for conversion in used if not isinstance(conversion, PrefixChange)]
     renamings, converters, by_pattern = _sorted_out([c.reverse_transform() for c in reversed(used)])
     unsaved = set(hf._keys_to_ignore_on_save or ())
@@ -138,6 +137,7 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
     for step in steps.values():
         made |= _shapes_made(hf, step, found)
     missing = wanted.keys() - made.keys() - set(hf._keys_to_ignore_on_save or ())
+    missing |= left_on_disk(hf) - set(unknown.values())
     missing, unexpected = _heeded(hf, missing, unknown.values())
     wrong = missing | {name for name, shape in made.items() if shape != wanted.get(name)}
     if wrong or unexpected:
@@ -179,19 +179,19 @@ def bystanders(hf: Any, source: Path) -> list[str]:
 
 def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], list[Any]]:
     """Steps by what they make; what fits no tensor of the model: name -> target; conversions."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     state = _state(hf)
-    conversions = get_model_conversion_mapping(hf)
+    everything = {**state, **dict.fromkeys(left_on_disk(hf))}
+    conversions = _conversions(hf, legacy=True)
     renamings, converters, by_pattern = _sorted_out(conversions)
     steps: dict[str, Step] = {}
     unknown: dict[str, str] = {}
     for name in sorted(found, key=dot_natural_key):
         target, pattern = rename_source_key(
-            name, renamings, converters, hf.base_model_prefix, state
+            name, renamings, converters, hf.base_model_prefix, everything
         )
-        if target not in state and name in state:
+        if target not in everything and name in everything:
             target, pattern = name, None
         if target not in state:
             unknown[name] = target
@@ -201,6 +201,33 @@ def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], l
             raise InvalidInput(f"{step.names[0]!r} and {name!r} are the same tensor: expected one")
         step.sources.append((name, pattern or name))
     return steps, unknown, [each for each in conversions if each.was_used()]
+
+
+def keep_conversions(hf: Any) -> None:
+    """Note how transformers converts a model's tensors, before FSDP shards any of its modules.
+
+    FSDP makes classes of its own, which transformers takes for custom code: it would leave out what
+    it knows of a decoder within a checkpoint of several models.
+    """
+    hf._known_conversions = {each: _conversions(hf, legacy=each) for each in (True, False)}
+
+
+def _conversions(hf: Any, *, legacy: bool) -> list[Any]:
+    """New objects each time, because they note what they were used for."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known = getattr(hf, "_known_conversions", None)
+    if known is None:
+        return list(get_model_conversion_mapping(hf, add_legacy=legacy))
+    return list(deepcopy(known[legacy]))
+
+
+def left_on_disk(hf: Any) -> frozenset[str]:
+    """Return the model's own names of the tensors of towers that `source.build` left out.
+
+    They are read from the directory wherever the model's tensors leave the trainer (`bystanders`).
+    """
+    return getattr(hf, "_left_on_disk", frozenset())
 
 
 def _state(hf: Any) -> dict[str, Tensor]:
@@ -278,7 +305,7 @@ def _heeded(hf: Any, missing: Iterable[str], unknown: Iterable[str]) -> tuple[se
 
     info = LoadStateDictInfo(
         missing_keys=set(missing),
-        unexpected_keys=set(unknown),
+        unexpected_keys=set(unknown) - left_on_disk(hf),
         mismatched_keys=set(),
         error_msgs=[],
         conversion_errors={},
@@ -300,6 +327,7 @@ def _difference(hf: Any, found: Shapes, wrong: set[str], unknown: Sequence[str])
                 lacking.append(name)
             elif found[name] != shape:
                 misshapen.append(f"{name!r} has shape {found[name]}, expected {shape}")
+    lacking += sorted(wrong & left_on_disk(hf))
     parts = [f"lacks {_some(lacking)}"] if lacking else []
     parts += [f"has unknown {_some(unknown)}"] if unknown else []
     parts += misshapen[:1]

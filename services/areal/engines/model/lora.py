@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from areal.config.training import LoraConfig
 from areal.engines.model import fill
 from areal.engines.model.guards import decoder_of, is_scalar
+from areal.engines.model.recurrent import kind_of, modules_of
 from areal.errors import InvalidInput
 
 _ADAPTER = "default"  # peft's own name of the only one
@@ -59,7 +60,12 @@ def _chosen(hf: Any, targets: list[str]) -> list[str]:
     head = hf.score if is_scalar(hf) else hf.get_output_embeddings()
     # No batch reaches the towers for images and sounds.
     decoder = set(decoder_of(hf).modules()) - {head}
-    linear = [n for n, m in hf.named_modules() if type(m) is nn.Linear and m in decoder]
+    beyond = set(_beyond(hf))
+    linear = [
+        n
+        for n, m in hf.named_modules()
+        if type(m) is nn.Linear and m in decoder and n not in beyond
+    ]
     there = sorted({name.rpartition(".")[2] for name in linear})
     for target in targets or [""]:
         if target not in there and (targets or not there):
@@ -68,6 +74,21 @@ def _chosen(hf: Any, targets: list[str]) -> list[str]:
                 f"not the head: {', '.join(there) or 'it has none'}"
             )
     return [name for name in linear if not targets or name.rpartition(".")[2] in targets]
+
+
+def _beyond(hf: Any) -> Iterator[str]:
+    """Names of linear layers that have no adapter: it would do nothing, or peft could not read it.
+
+    State spaces read the weights of `dt_proj`, and their kernels that of `out_proj`, past the
+    module, so peft refuses the latter. Beside experts that are one tensor, peft takes `down_proj`
+    and its like for the experts'.
+    """
+    for name, module in modules_of(hf):
+        if kind_of(module).startswith("Mamba"):
+            yield from (f"{name}.dt_proj", f"{name}.out_proj")
+    if any(".experts." in name and p.ndim == 3 for name, p in hf.named_parameters()):
+        of_experts = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+        yield from (n for n, _ in hf.named_modules() if n.rpartition(".")[2] in of_experts)
 
 
 def is_adapted(module: nn.Module) -> bool:

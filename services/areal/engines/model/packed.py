@@ -6,6 +6,7 @@ and the head) around that call.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from areal.algorithms.packing import Batch
 from areal.engines.model import guards, vision
-from areal.engines.model.attention.layout import PackedLayout
+from areal.engines.model.attention.dispatch import PACKED
+from areal.engines.model.attention.layout import PackedLayout, build_layout
 from areal.engines.model.attention.ulysses import Context
 from areal.engines.model.heads import Head
+from areal.engines.model.recurrent import RecurrentLayers
 from areal.errors import InvalidInput
 from areal.tokenizer import longest_input
 
@@ -23,13 +26,21 @@ from areal.tokenizer import longest_input
 class PackedCausalLM(nn.Module):
     """A Hugging Face causal language model that maps a packed batch to the values of a head."""
 
-    def __init__(self, hf: Any, *, kernel: str, chunk_elements: int) -> None:
+    def __init__(
+        self,
+        hf: Any,
+        *,
+        kernel: str,
+        chunk_elements: int,
+        boundaries: Mapping[type, str] | None = None,
+    ) -> None:
         """Wrap `hf`.
 
         Args:
             hf: transformers causal language model.
             kernel: the attention kernel, from `dispatch.choose`.
             chunk_elements: largest logits tensor.
+            boundaries: from `recurrent.choose`; None: no layer's kernels heed them.
 
         Raises:
             InvalidInput: the architecture cannot be computed on packed sequences.
@@ -48,6 +59,7 @@ class PackedCausalLM(nn.Module):
         self.vocab_size: int | None = getattr(text, "vocab_size", None)
         guards.set_attention(hf, kernel)
         guards.freeze_towers(hf)
+        self.recurrent = RecurrentLayers(hf, guards.decoder_of(hf), boundaries or {})
         self._placeholders = torch.tensor(guards.placeholders(hf.config), dtype=torch.int64)
 
     def check_images(self, batch: Batch, ranks_per_share: int) -> None:
@@ -74,6 +86,11 @@ class PackedCausalLM(nn.Module):
             f"sequence {int(where) - 1} of the batch: token id {int(ids.max())}, expected less "
             f"than {self.vocab_size} (the model's vocab_size)"
         )
+
+    def plan(self, batch: Batch, *, share_prefixes: bool, least: float = 0.0) -> PackedLayout:
+        """Plan a micro-batch's computation, with what this model's kernels read."""
+        buckets = self.kernel == PACKED or self.recurrent.by_length
+        return build_layout(batch, share_prefixes=share_prefixes, buckets=buckets, least=least)
 
     def forward(
         self,
@@ -106,9 +123,10 @@ class PackedCausalLM(nn.Module):
         if seen is not None:
             inputs, nothing = vision.embed(self.hf, input_ids, seen)
             inputs["position_ids"] = seen.position_ids[:, None]
-        output = guards.decoder_of(self.hf)(
-            **inputs, attention_mask=None, use_cache=False, **attention
-        )
+        with self.recurrent.told(layout):
+            output = guards.decoder_of(self.hf)(
+                **inputs, attention_mask=None, use_cache=False, **attention
+            )
         # The distribution of token t is read off token t - 1: the only shift in the code base.
         rows = layout.locate[(targets - head.shift).clamp(min=0)]
         hidden = output.last_hidden_state[0]

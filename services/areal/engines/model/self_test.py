@@ -13,7 +13,7 @@ gathers every layer that is tested.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +24,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
-from areal.engines.model.attention.dispatch import PACKED, in_a_line
-from areal.engines.model.attention.layout import build_layout
-from areal.engines.model.guards import decoder_of, is_scalar, refusal, use_attention
+from areal.engines.model.attention.dispatch import in_a_line
+from areal.engines.model.guards import (
+    decoder_of,
+    is_scalar,
+    placeholders,
+    refusal,
+    use_attention,
+)
 from areal.engines.model.heads import LogprobHead, logprobs_of
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.versions import accepted, together
@@ -78,7 +83,8 @@ def _compare(
     model: PackedCausalLM, device: torch.device, compute: torch.dtype, layers: int
 ) -> SelfTest:
     started = time.perf_counter()
-    batch = _batch(model.hf.config.get_text_config().vocab_size)
+    config = model.hf.config
+    batch = _batch(config.get_text_config().vocab_size, placeholders(config))
     batch = {key: value.to(device) for key, value in batch.items()}
     try:
         # First, so that FSDP takes the whole model for the root of its tree.
@@ -112,11 +118,14 @@ def _compare(
     return result
 
 
-def _batch(vocabulary: int) -> Batch:
+def _batch(vocabulary: int, reserved: Sequence[int]) -> Batch:
+    """Make a batch of random tokens but those that stand for images or sounds."""
     generator = torch.Generator().manual_seed(0)
+    other = next(token for token in range(vocabulary) if token not in reserved)
 
     def tokens(count: int) -> list[int]:
-        return torch.randint(vocabulary, (count,), generator=generator).tolist()
+        drawn = torch.randint(vocabulary, (count,), generator=generator).tolist()
+        return [other if token in reserved else token for token in drawn]
 
     sequences, groups = [], []
     for group, (common, added) in enumerate(_GROUPS):
@@ -130,7 +139,7 @@ def _batch(vocabulary: int) -> Batch:
 
 @torch.no_grad()
 def _packed(model: PackedCausalLM, batch: Batch) -> Tensor:
-    layout = build_layout(batch, share_prefixes=True, buckets=model.kernel == PACKED)
+    layout = model.plan(batch, share_prefixes=True)
     head = _Probe() if is_scalar(model.hf) else LogprobHead()
     found: Tensor
     found, _ = model(batch, layout, torch.nonzero(batch["loss_mask"]).flatten(), head)

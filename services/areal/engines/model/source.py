@@ -9,20 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areal.engines.model import fill, guards
+from areal.engines.model import fill, guards, hub_names, precision
 from areal.engines.model.guards import is_scalar
 from areal.errors import InvalidInput
 
 
-def build(path: str, dtype: torch.dtype, *, scalar: bool = False) -> Any:
+def build(
+    path: str, dtype: torch.dtype, *, scalar: bool = False, from_scratch: bool = False
+) -> Any:
     """Make a transformers causal language model from its config: parameters on the meta device.
 
-    A model of text and images is built whole. Buffers that are not in its files are computed.
+    A checkpoint of several models is built as its own class, so that its names and configuration
+    stay. Towers that no batch reaches stay on disk, and go from there wherever the model goes
+    (`hub_names.bystanders`). Buffers that are not in its files are computed.
 
     Args:
         path: a folder with config.json.
         dtype: dtype of the parameters.
         scalar: give it a scalar head, `score`, instead of the language-model head.
+        from_scratch: the folder has no weights, so towers are in the model, frozen.
 
     Raises:
         InvalidInput: there is no such folder, or transformers cannot build such a model.
@@ -46,11 +51,16 @@ def build(path: str, dtype: torch.dtype, *, scalar: bool = False) -> Any:
         kind: Any = AutoModelForCausalLM
         if scalar:
             kind, config.num_labels = AutoModelForSequenceClassification, 1
-        elif type(config) not in kind._model_mapping:
+        elif type(config) not in kind._model_mapping or (
+            # Some composite configurations also name a class that has the text model alone.
+            config.get_text_config() is not config
+            and type(config) in AutoModelForImageTextToText._model_mapping
+        ):
             kind = AutoModelForImageTextToText
         with torch.device("meta"):
             hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
         fill.make_buffers(hf)
+        hub_names.keep_conversions(hf)
     except (ImportError, OSError, ValueError) as error:
         # An unknown architecture, code that would have to be downloaded, an absent kernel.
         why = " ".join(str(error).split())
@@ -64,7 +74,10 @@ def build(path: str, dtype: torch.dtype, *, scalar: bool = False) -> Any:
         # A language model's directory has the one head and lacks the other.
         hf._keys_to_ignore_on_load_unexpected = {r"lm_head\.weight"}
         hf._keys_to_ignore_on_load_missing = {r"score\.weight"}
+    if not from_scratch:
+        hf._left_on_disk = guards.drop_towers(hf)
     guards.silence_noise(hf)
+    precision.widen(hf, dtype)
     if dtype == torch.float64:
         _use_exact_norms(hf)
         if hf._can_set_experts_implementation():
@@ -95,7 +108,8 @@ def fill_weights(hf: Any, path: str, dtype: torch.dtype, *, from_scratch: bool, 
         InvalidInput: see `load_weights`.
     """
     if from_scratch:
-        fill.draw_own(hf, build(path, dtype, scalar=is_scalar(hf)), seed)
+        skeleton = build(path, dtype, scalar=is_scalar(hf), from_scratch=True)
+        fill.draw_own(hf, skeleton, seed)
     else:
         load_weights(hf, path)
 
@@ -106,7 +120,7 @@ def load_model(path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) 
     Raises:
         InvalidInput: see `build` and `load_weights`.
     """
-    hf, cpu = build(path, dtype), torch.device("cpu")
+    hf, cpu = build(path, dtype, from_scratch=from_scratch), torch.device("cpu")
     fill.materialize(hf, cpu, cpu)
     fill_weights(hf, path, dtype, from_scratch=from_scratch, seed=seed)
     return hf

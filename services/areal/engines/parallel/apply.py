@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,15 @@ from torch import nn
 
 from areal.config.allocation import Layout
 from areal.config.training import RefConfig, TrainEngineConfig
+from areal.engines.model import guards
 from areal.engines.model.attention.ulysses import Context
+from areal.engines.model.layer_types import layer_configs
 from areal.engines.model.packed import PackedCausalLM
+from areal.engines.model.precision import float32_tensors
+from areal.engines.model.recurrent import kind_of, modules_of
 from areal.engines.parallel import plans
 from areal.engines.parallel.mesh import Mesh
-from areal.errors import InvalidInput
+from areal.errors import ConfigError, InvalidInput
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -47,7 +52,8 @@ def parallelize(
     the device while it computes.
 
     Raises:
-        ConfigError: the model's heads or experts cannot be shared evenly.
+        ConfigError: the model's heads or experts cannot be shared evenly, or the layout shares
+            tokens or matrices and the model has recurrent layers.
         InvalidInput: the model does not say what its layers are, so that its ranks would gather all
             of it; or transformers has no plan for it.
     """
@@ -66,8 +72,11 @@ def parallelize(
     experts = plans.spread_experts(hf, mesh) if layout.experts > 1 else []
     if mesh.context_group is not None:
         model.context = Context(mesh.context_group)
+    # Inputs stay as they are: rotary embeddings or a residual may be of more precision on purpose.
     policy = MixedPrecisionPolicy(
-        param_dtype=compute if compute != master else None, reduce_dtype=master
+        param_dtype=compute if compute != master else None,
+        reduce_dtype=master,
+        cast_forward_inputs=False,
     )
     pinned = mesh.shards.device_type == "cuda"
     place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
@@ -83,29 +92,57 @@ def parallelize(
         if mesh.expert_shards.size() > 1:
             # Else the factor goes into the collective, which gloo cannot, and NCCL not in bfloat16.
             own.set_force_sum_reduction_for_comms(True)
-    for module in [*layers, model]:
-        fully_shard(module, mesh=mesh.shards, mp_policy=policy, offload_policy=place)
+    shard = partial(fully_shard, mesh=mesh.shards, offload_policy=place)
+    exact = compute.itemsize == 2 and bool(_float32_parameters(hf))
+    if exact:
+        # FSDP casts all that it gathers together, so these are a group of their own, which the
+        # decoder gathers. A call leaves out what is sharded inside: layers, around them, come last.
+        of_layers = {parameter for layer in layers for parameter in layer.parameters()}
+        shard(model, mp_policy=policy, ignored_params=of_layers | _float32_parameters(hf))
+        widest = MixedPrecisionPolicy(reduce_dtype=master, cast_forward_inputs=False)
+        others = set(model.parameters()) - _float32_parameters(hf)
+        shard(guards.decoder_of(hf), mp_policy=widest, ignored_params=others)
+    # Each call has put others in their place.
+    left = _float32_parameters(hf) if exact else None
+    for module in layers if exact else [*layers, model]:
+        shard(module, mp_policy=policy, ignored_params=left)
+
+
+def _float32_parameters(hf: Any) -> set[nn.Parameter]:
+    names = float32_tensors(hf)
+    return {parameter for name, parameter in hf.named_parameters() if name in names}
 
 
 def _check_sizes(hf: Any, layout: Layout) -> None:
     config = hf.config.get_text_config()
-    heads = int(config.num_attention_heads)
+    recurrent = sorted({kind_of(module) for _, module in modules_of(guards.decoder_of(hf))})
+    if recurrent and layout.per_share > 1:
+        raise ConfigError(
+            f"trainer layout '{layout}': t and c spread attention only, and model "
+            f"{type(hf).__name__} has layers of another kind ({', '.join(recurrent)}); expected a "
+            "layout without t and c"
+        )
     experts = (getattr(config, key, None) for key in ("num_experts", "num_local_experts"))
-    layout.check_model(
-        heads,
-        int(getattr(config, "num_key_value_heads", None) or heads),
-        int(next(filter(None, experts), 0)),
-    )
+    count = int(next(filter(None, experts), 0))
+    for each in layer_configs(config):
+        heads = int(getattr(each, "num_attention_heads", None) or 1)
+        layout.check_model(heads, int(getattr(each, "num_key_value_heads", None) or heads), count)
 
 
 def decoder_layers(hf: Any) -> list[nn.Module]:
-    """The modules that are gathered one at a time.
+    """The modules that are gathered one at a time; none is inside another.
 
     Raises:
         InvalidInput: there are none.
     """
     classes = set(hf._no_split_modules or ())
-    layers = [module for module in hf.modules() if type(module).__name__ in classes]
+    layers, inside = list[nn.Module](), set[nn.Module]()
+    for module in hf.modules():  # the outer one first
+        if module in inside or type(module).__name__ not in classes:
+            continue
+        if any(True for _ in module.parameters()):
+            layers.append(module)
+            inside |= set(module.modules())
     if not layers:
         raise InvalidInput(
             f"model {type(hf).__name__} has none of the layer classes that it names "

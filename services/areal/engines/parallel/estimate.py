@@ -38,7 +38,7 @@ from areal.config.training import (
     TrainEngineConfig,
 )
 from areal.errors import InvalidInput
-from areal.models.directory import read_model_config
+from areal.models.directory import read_config, read_model_config
 from areal.weights.safetensors import SUFFIX, read_layout
 
 GIB = 1024**3
@@ -85,7 +85,9 @@ class ModelShape:
     tied: bool = False
     """The head is the embedding."""
     kind: str = ""
-    """`model_type`."""
+    """`model_type`, of all of it where it is made of several models."""
+    recurrent: int = 0
+    """Values per token that a recurrent layer projects its input to; 0: the model has none."""
 
     @property
     def root_parameters(self) -> int:
@@ -115,7 +117,10 @@ class ModelShape:
         )
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
-        vocabulary, dense = int(config["vocab_size"]), int(config["intermediate_size"])
+        # Some models have a size for each layer.
+        wide = config["intermediate_size"]
+        dense = max(map(int, wide)) if isinstance(wide, list) else int(wide)
+        vocabulary = int(config["vocab_size"])
         experts = int(
             next((config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts")
                   if config.get(k)), 0)
@@ -149,8 +154,28 @@ class ModelShape:
             expert_parameters=of_experts,
             head_norms=str(config.get("model_type")).startswith("qwen3"),
             tied=tied,
-            kind=str(config.get("model_type")),
+            kind=str(read_config(directory).get("model_type")),
+            recurrent=_recurrent_width(config),
         )
+
+
+def _recurrent_width(config: dict[str, Any]) -> int:
+    def number(*names: str) -> int:
+        return int(next((config[name] for name in names if config.get(name)), 0))
+
+    hidden = number("hidden_size")
+    values = number("linear_num_value_heads") * number("linear_value_head_dim")
+    keys = number("linear_num_key_heads") * number("linear_key_head_dim")
+    if values:  # queries, keys, values and a gate
+        return 2 * keys + 2 * values
+    if width := number("linear_num_heads") * number("linear_head_dim"):
+        return 4 * width
+    inner = number("mamba_d_ssm") or number("mamba_num_heads") * number("mamba_head_dim")
+    inner = inner or int(hidden * float(config.get("mamba_expand") or config.get("expand") or 0))
+    if inner:  # a gate and the convolution's input
+        groups = number("mamba_n_groups", "mamba_ngroups", "n_groups") or 1
+        return 2 * inner + 2 * groups * number("mamba_d_state", "ssm_state_size", "state_size")
+    return 3 * hidden if number("conv_L_cache") else 0
 
 
 def _stored_parameters(directory: Path) -> int:
@@ -236,13 +261,18 @@ def activation_bytes(
         norms += (heads + kv) * (2 * element + upcast)
     # A token's experts each get a copy of it and return one.
     experts = 3 * shape.routed * hidden * element
-    layer = norms + (3 * heads + 4 * kv + gates * shape.intermediate) * element + experts
+    # Projected, convolved and gated, and once more in float32, in which states are computed. Layers
+    # have this or attention; an upper bound has both.
+    recurrent = shape.recurrent * (3 * element + 4)
+    layer = (
+        norms + (3 * heads + 4 * kv + gates * shape.intermediate) * element + experts + recurrent
+    )
     if mode == "none":
         return layer, 0
     kept = hidden * element
     if mode == "selective":  # what q, k, v, attention, o, gate, up and down return
         kept += (2 * heads + 2 * kv + 2 * hidden + 2 * shape.intermediate) * element
-        kept += shape.routed * hidden * element
+        kept += (shape.routed * hidden + shape.recurrent) * element
     return 0 if mode == "offload" else kept, layer
 
 

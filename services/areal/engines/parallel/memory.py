@@ -28,6 +28,7 @@ from torch import nn
 
 from areal.config.training import Checkpointing, Kernels, RefConfig, TrainEngineConfig
 from areal.engines.model import guards
+from areal.engines.model.recurrent import modules_of
 from areal.engines.parallel import estimate
 from areal.engines.parallel.estimate import GIB, ModelShape, Need, Setting
 from areal.engines.parallel.mesh import Mesh, reduce_scalars
@@ -172,9 +173,9 @@ def use_kernels(
     """Let torch.compile or Liger compute the layers' norms and activations.
 
     torch.compile compiles each layer on its own, again when the number of tokens first changes,
-    then for any number; sizes of the model stay constants. Attention is left out: the graph breaks
-    there once per layer, because its layout differs from batch to batch. Liger replaces modules of
-    an architecture that it knows.
+    then for any number; sizes of the model stay constants. Attention and recurrent layers are left
+    out: the graph breaks there, because the layout differs from batch to batch. Liger replaces
+    modules of an architecture that it knows.
 
     Raises:
         InvalidInput: Liger is not installed, there is no GPU, or it does not know the architecture.
@@ -188,6 +189,8 @@ def use_kernels(
         attend = disable(AttentionInterface()[name], reason="the layout varies")
         AttentionInterface.register(apart, attend)
         guards.use_attention(hf, apart)
+        for _, module in modules_of(guards.decoder_of(hf)):
+            module.forward = disable(module.forward, reason="the layout varies")
         layer: Any
         for layer in layers:
             if getattr(layer, "gradient_checkpointing", False):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from areal.algorithms import packing
 from areal.engines.model.attention.layout import build_layout
+from areal.engines.model.layer_types import layer_configs
 
 # One token, one block, and more than `packed` computes as one dense product.
 _LENGTHS = (1, 9, 70)
@@ -46,6 +47,10 @@ class Shape:
 
 def shapes_of(config: Any) -> list[Shape]:
     """Return what a model's layers ask of attention, from its config; none if it has no heads."""
+    return list(dict.fromkeys(s for each in layer_configs(config) for s in _shapes_of(each)))
+
+
+def _shapes_of(config: Any) -> list[Shape]:
     heads = int(getattr(config, "num_attention_heads", None) or 0)
     if heads == 0:
         return []

@@ -107,11 +107,8 @@ def test_forward_when_an_architecture_differs_from_llama_then_equals_transformer
     assert engine.train_batch(batch, loss)["grad_norm"] > 0
 
 
-LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
-LINEAR |= {"linear_value_head_dim": 8, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
 REFUSED = {
-    "qwen3_next": (LINEAR, "layers of type linear_attention"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    "llama4_text": ({"intermediate_size_mlp": 48}, "layers of type chunked_attention"),
     "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "custom attention"),
     "doge": ({}, "DogeAttention calls attention with attention_mask"),
     "stablelm": ({}, "StableLmAttention is not told how the batch is packed"),
