@@ -50,7 +50,7 @@ from areal.training.run_files import EVALUATIONS, RunFiles, best_step
 from areal.training.status import ProgressLog, TrainerStatus
 from areal.training.step_trace import StepTrace
 from areal.training.tracker import StepTracker
-from areal.types import TIMEOUTS, TrajectoryGroup
+from areal.types import SPLITS, TIMEOUTS, TrajectoryGroup
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import patience_s
@@ -67,6 +67,7 @@ class TrainerStopped(BaseException):
     """SIGTERM was received; unwinds the recipe so that the session can save and leave."""
 
 
+_COUNTED = {TIMEOUTS: "reward/timeouts", SPLITS: "rollout/splits"}
 _CURRENT: ContextVar[TrainerSession] = ContextVar("areal_trainer_session")
 
 
@@ -404,7 +405,7 @@ class TrainerSession(Ranks):
     def _reward_parts(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """Mean of each part over the trajectories that have it, on all ranks alike. Collective.
 
-        `timeouts` is a sum: only answers that took too long to judge have it.
+        Those of `_COUNTED` are sums: only the trajectories that are counted have them.
         """
         mine: dict[str, list[float]] = {}
         for trajectory in (each for group in groups for each in group.trajectories):
@@ -417,7 +418,7 @@ class TrainerSession(Ranks):
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0], total[1] = total[0] + value, total[1] + count
         return {
-            f"reward/{name}": value if name == TIMEOUTS else value / count
+            _COUNTED.get(name, f"reward/{name}"): value if name in _COUNTED else value / count
             for name, (value, count) in sorted(sums.items())
         }
 
