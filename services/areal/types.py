@@ -151,6 +151,11 @@ TIMEOUTS = "timeouts"
 """Part of a reward: 1 where an answer took too long to judge and therefore scored 0."""
 
 
+SPLITS = "splits"
+"""Part of a reward: 1 for a trajectory that repeats the history of an earlier one of its attempt,
+which it does not continue, since the agent changed the history."""
+
+
 class Score(float):
     """A reward together with its parts.
 

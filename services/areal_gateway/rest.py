@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ def _travels(value: dict[str, Any]) -> dict[str, Any]:
     """Refuses what Python's JSON reads and no message can carry."""
     try:
         dumps(value)
+        json.dumps(value, allow_nan=False)  # dumps writes null for them
     except TypeError as error:
         raise ValueError(str(error)) from None
     return value

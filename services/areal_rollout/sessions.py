@@ -34,6 +34,7 @@ from areal.agents.fields import score
 from areal.agents.replies import Reply
 from areal.agents.routes import handle
 from areal.agents.session import Model, Session, report_bug
+from areal.agents.splits import mark
 from areal.agents.tree import Merged, merge
 from areal.clients.buffer.sessions import BufferSessions, place_of
 from areal.errors import (
@@ -231,6 +232,8 @@ class Sessions:
                 cached.add(found.calls)
                 each = LedgerCalls(self._sessions, found, attempt, cached)
                 if (merged := await asyncio.to_thread(_merged, each)) is not None:
+                    if self._model is not None:
+                        await asyncio.to_thread(mark, merged.trajectories, self._model[1])
                     trajectories += merged.trajectories
                     self._observer.dropped_answers(merged.dropped)
         if not ended:  # what it recorded is released when it ends

@@ -77,6 +77,19 @@ async def test_group_when_one_agent_is_silent_then_the_others_are_delivered_and_
     assert (await agents.ask(2, "/end"))[1]["state"] == "delivered"
 
 
+async def test_group_when_an_agent_rewrites_its_history_then_what_repeats_it_is_marked(book):
+    agents = Agents(book, 1)
+    await agents.open()
+    messages = [{"role": "user", "content": "12:00"}]
+    for minute in range(2):
+        messages[0] = {"role": "user", "content": f"12:0{minute}"}
+        _, reply = await agents.ask(0, "/v1/chat/completions", {"messages": messages})
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": "more"}]
+    assert (await agents.ask(0, "/end", {"reward": 1.0}))[0] == 200
+    group = agents.hops.groups.group
+    assert [each.reward_parts for each in group.trajectories] == [{}, {"splits": 1.0}]
+
+
 async def test_group_when_the_worker_of_the_last_end_died_then_another_one_makes_it(book):
     agents = Agents(book, 2)
     await agents.open()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from areal.errors import InvalidInput
 from areal.tokenizer.json_text import json_object, loads
-from areal.types import Score
+from areal.types import SPLITS, TIMEOUTS, Score
 from areal.workflows.rendering import Message
 
 T = TypeVar("T")
@@ -25,6 +25,7 @@ _MAX_ITEMS = 1 << 16
 """Messages or tools: more than any model's context has room for, and quickly read."""
 # Each piece of an answer is compared with them while it is streamed.
 _MAX_STOPS, _MAX_STOP_CHARS = 64, 1000
+_TAKEN = ("mean", "std", TIMEOUTS, SPLITS)
 _NAMES |= {dict: "an object"}
 _OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"}
 """Variables of chat templates that are set by other means."""
@@ -98,10 +99,10 @@ def _parts(parts: Mapping[str, Any]) -> dict[str, float]:
     if len(parts) > 32:
         raise InvalidInput(f"parts: got {len(parts)}, expected at most 32")
     for name, value in parts.items():
-        if name in ("mean", "std") or not _PART.fullmatch(name):
+        if name in _TAKEN or not _PART.fullmatch(name):
             raise InvalidInput(
                 f"parts {name[:80]!r}: expected a name of up to 64 letters, digits, '_', '-' and "
-                f"'.', other than mean and std"
+                f"'.', other than {', '.join(_TAKEN)}"
             )
         if not isinstance(value, (int, float)) or not -1e9 < value < 1e9:
             raise InvalidInput(f"parts {name}: expected a number, got {shown(value)}")

@@ -4,17 +4,26 @@
     later     system: it is 12:01 | user: hi | ANSWER | user: more
                                ^ here, although the earlier answer follows
 
+`areal show` tells where. Such a trajectory has the part `SPLITS`, so the trainer counts them.
+
 A prompt that shows none of the earlier answers is another conversation, and is not explained; nor
 is a branch, whose prompt begins with an earlier prompt and answer.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+
+from areal.tokenizer import Tokenizer
+from areal.types import SPLITS, Trajectory
 
 Segments = Sequence[tuple[bool, str]]
 """(sampled, text) in order: one trajectory, or one kept sample."""
 _AROUND = 24
+_NEAR = 64
+"""How many samples back a conversation is looked for."""
+_CHUNK = 4096
 
 
 def explain(samples: Sequence[Segments]) -> list[str]:
@@ -23,15 +32,34 @@ def explain(samples: Sequence[Segments]) -> list[str]:
     Args:
         samples: The trajectories of one agent's attempt, or of a group, in order.
     """
-    return [_why(samples, number) for number in range(len(samples))]
+    wholes = ["".join(text for _, text in sample) for sample in samples]
+    return [_why(samples, wholes, number) for number in range(len(samples))]
 
 
-def _why(samples: Sequence[Segments], number: int) -> str:
+def mark(trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
+    """Marks each trajectory of an attempt that should have continued an earlier one."""
+    if len(trajectories) < 2:
+        return
+    samples = [_segments(each, tokenizer) for each in trajectories]
+    for trajectory, why in zip(trajectories, explain(samples), strict=True):
+        if why:
+            trajectory.reward_parts[SPLITS] = 1.0
+
+
+def _segments(trajectory: Trajectory, tokenizer: Tokenizer) -> Segments:
+    pairs = zip(trajectory.loss_mask.tolist(), trajectory.input_ids.tolist(), strict=True)
+    return [
+        (sampled, tokenizer.decode([token for _, token in run]))
+        for sampled, run in itertools.groupby(pairs, key=lambda pair: pair[0])
+    ]
+
+
+def _why(samples: Sequence[Segments], wholes: Sequence[str], number: int) -> str:
     prompt = samples[number][0][1] if samples[number] and not samples[number][0][0] else ""
     best, why = 0, ""
-    for earlier in range(number):
-        whole = "".join(text for _, text in samples[earlier])
-        same = _equal(prompt, whole)
+    for earlier in range(max(0, number - _NEAR), number):
+        whole = wholes[earlier]
+        same = equal(prompt, whole)
         if same > best and same < len(prompt) and (where := _shown(samples[earlier], prompt, same)):
             here, there = (_snippet(text, same) for text in (prompt, whole))
             best, why = same, f"{where} of sample {earlier}: {here!r}, where it was {there!r}"
@@ -59,10 +87,12 @@ def _shown(earlier: Segments, prompt: str, same: int) -> str:
     return where if shown else ""
 
 
-def _equal(one: str, other: str) -> int:
-    """How many characters at the start are equal."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def equal(one: str, other: str) -> int:
+    """Returns how many characters at the start are equal."""
+    least, at = min(len(one), len(other)), 0
+    while at < least and one[at : at + _CHUNK] == other[at : at + _CHUNK]:
+        at += _CHUNK
+    return next((i for i in range(at, least) if one[i] != other[i]), least)
 
 
 def _snippet(text: str, at: int) -> str:

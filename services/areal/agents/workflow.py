@@ -10,10 +10,12 @@ from typing import Any, ClassVar, Literal, get_args
 from areal.agents.calls import Calls
 from areal.agents.endpoint import Endpoint
 from areal.agents.session import Model, Session
+from areal.agents.splits import mark
 from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput, WorkflowError
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Score, Trajectory
 from areal.workflows.base import InferenceEngine, RolloutWorkflow
+from areal.workflows.large_text import apart
 from areal.workflows.rendering import TemplateRenderer
 
 Run = Callable[[dict[str, Any], str, str], Awaitable[float | None]]
@@ -101,6 +103,9 @@ class AgentWorkflow(RolloutWorkflow):
                 group.create_task(self._attempt(model, endpoint, data, number, failures))
                 for number in range(self.gconfig.n_samples)
             ]
+        for one in runs:
+            size = sum(len(each.input_ids) for each in one.result())
+            await apart(size, mark, one.result(), engine.tokenizer)
         trajectories = [trajectory for one in runs for trajectory in one.result()]
         if failures and not trajectories:
             raise WorkflowError(

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from areal.errors import InvalidInput
-from areal.types import TIMEOUTS, Score
+from areal.types import SPLITS, TIMEOUTS, Score
 
 # A metric of that name is there already.
-_TAKEN = ("mean", "std", TIMEOUTS)
+_TAKEN = ("mean", "std", TIMEOUTS, SPLITS)
 
 
 def rubric(**parts: Any) -> Score:
@@ -22,7 +22,8 @@ def rubric(**parts: Any) -> Score:
 
     Raises:
         InvalidInput: There are no parts, a number or weight is not finite, or a part is named
-            `mean`, `std` or `timeouts` (the metrics `reward/mean` and so on already exist).
+            `mean`, `std`, `timeouts` or `splits` (the metrics `reward/mean` and so on already
+            exist).
 
     Example:
         >>> rubric(correct=True, short=(0.5, 0.2))

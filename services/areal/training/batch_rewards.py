@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal.training.ranks import gather_json
-from areal.types import TIMEOUTS, TrajectoryGroup
+from areal.types import SPLITS, TIMEOUTS, TrajectoryGroup
+
+_COUNTED = {TIMEOUTS: "reward/timeouts", SPLITS: "rollout/splits"}
 
 
 def describe_rewards(groups: Sequence[TrajectoryGroup], world_size: int) -> dict[str, float]:
     """Describes the rewards of a batch and their parts, on all ranks alike. Collective.
 
-    A part is a mean over the trajectories that have it; `timeouts` is a sum: only answers that
-    took too long to judge have it. An update of the actor describes the rewards that it used.
+    A part is a mean over the trajectories that have it. Those of `_COUNTED` are sums: only the
+    trajectories that are counted have them. An update of the actor describes the rewards that it
+    used.
 
     Args:
         groups: This rank's share of the batch; may be empty.
@@ -22,7 +25,7 @@ def describe_rewards(groups: Sequence[TrajectoryGroup], world_size: int) -> dict
 
     Returns:
         `reward/mean`, `reward/std` (of a sample), `reward/lowest` and `reward/highest`, unless the
-        batch is empty, and `reward/PART`.
+        batch is empty; `reward/PART`, and the names in `_COUNTED`.
     """
     trajectories = [each for group in groups for each in group.trajectories]
     mine: dict[str, list[float]] = {}
@@ -49,6 +52,6 @@ def describe_rewards(groups: Sequence[TrajectoryGroup], world_size: int) -> dict
             "reward/highest": max(rewards),
         }
     return found | {
-        f"reward/{name}": value if name == TIMEOUTS else value / count
+        _COUNTED.get(name, f"reward/{name}"): value if name in _COUNTED else value / count
         for name, (value, count) in sorted(sums.items())
     }

@@ -63,6 +63,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "to judge; absent if there are none ([rewards](rewards.md#built-in-rewards))",
         ),
         Metric(
+            "rollout/splits",
+            "trajectories",
+            "trajectories of the batch that repeat the history of an earlier one of their attempt "
+            "instead of continuing it, since the agent changed the history; absent if there are "
+            "none ([agents](agents.md#frameworks-that-split-conversations))",
+        ),
+        Metric(
             "group/zero_std",
             "share of groups",
             "groups whose rewards are all equal; such groups give no gradient if rewards are "

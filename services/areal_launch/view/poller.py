@@ -85,6 +85,18 @@ class Snapshot:
         """Tasks that this run's trainer took up again."""
         return self.ledger.retried if self.ledger and self._is_of_this_run(self.ledger) else 0
 
+    @property
+    def splits(self) -> str:
+        """Whether agents' conversations split in the newest step; "": they do not."""
+        row = self.rows[-1] if self.rows else {}
+        if not row.get("rollout/splits"):
+            return ""
+        return (
+            f"step {row['step']}: {row['rollout/splits']:.0f} of {row['samples']} trajectories "
+            "repeat the history of an earlier one instead of continuing it (rollout/splits): "
+            "areal show TASK prints what the agent changed, see docs/agents.md"
+        )
+
     def _is_of_this_run(self, ledger: LedgerStats) -> bool:
         return not self.has_trainer or (
             self.trainer is not None and self.trainer.incarnation == ledger.incarnation
@@ -134,7 +146,7 @@ class StackPoller:
     def listen_notices(self, listener: Callable[[str], None]) -> None:
         """Calls `listener` with a line for each new kind of failure, and for tasks tried again.
 
-        Also for each sign that the run cannot learn.
+        Also for each sign that the run cannot learn, and once for conversations that split.
         """
         self._notice_listeners.append(listener)
 
@@ -216,6 +228,8 @@ class StackPoller:
             news["retried"] = (
                 f"{snapshot.retried} tasks that failed because of the recipe are tried again"
             )
+        if snapshot.splits:
+            news["splits"] = snapshot.splits
         news |= {finding.rule: str(finding) for finding in snapshot.findings}
         for what, text in news.items():
             if what not in self._noticed:

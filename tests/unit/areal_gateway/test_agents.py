@@ -420,6 +420,8 @@ async def test_stream_when_it_breaks_then_its_last_event_is_the_error(api, named
     ("content", "status"),
     [
         (b'{"task": {"a": 123456789012345678901234567890}}', 200),
+        (b'{"task": {"a": [NaN]}}', 400),
+        (b'{"task": {"a": -1e999}}', 400),
         (b'{"task": {"a": "\\ud800"}}', 400),
         (b'{"task": {"\\ud800": 1}}', 400),
         (b'{"\\ud800": 1}', 400),

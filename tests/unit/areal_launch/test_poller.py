@@ -71,11 +71,13 @@ class WeightSync(weight_sync_service_pb2_grpc.WeightSyncServiceServicer):
 class Trainer(trainer_service_pb2_grpc.TrainerServiceServicer):
     def __init__(self) -> None:
         self.incarnation, self.rewards = 1, [0.1, 0.2, 0.3]
+        self.more: dict[str, float] = {}
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         rows = [
             trainer_service_pb2.StepRow(
-                step=step, metrics_json=json.dumps({"step": step, "reward/mean": reward})
+                step=step,
+                metrics_json=json.dumps({"step": step, "reward/mean": reward, **self.more}),
             )
             for step, reward in enumerate(self.rewards, start=1)
             if step > request.after_step
@@ -132,6 +134,24 @@ async def test_refresh_when_all_answer_then_snapshot_is_whole(
     assert snapshot.sync is not None
     assert snapshot.sync.current_version == 5
     assert [r["reward/mean"] for r in snapshot.rows] == [0.1, 0.2, 0.3]
+
+
+async def test_notices_when_conversations_split_in_many_steps_then_told_once(
+    upstream: tuple[Upstream, EndpointsConfig],
+) -> None:
+    service, endpoints = upstream
+    service.trainer.more = {"rollout/splits": 3, "samples": 8}
+    poller = StackPoller(endpoints, interval_s=0.02)
+    told: list[str] = []
+    poller.listen_notices(told.append)
+    poller.start()
+    async with asyncio.timeout(60):
+        await until(lambda: len(told) == 1, "a notice")
+        service.trainer.rewards = [*service.trainer.rewards, 0.4]
+        await until(lambda: len(poller.snapshot.rows) == 4, "rows")
+    await poller.close()
+    [line] = told
+    assert line.startswith("step 3: 3 of 8 trajectories repeat the history of an earlier one")
 
 
 async def test_poll_when_trainer_restarts_then_repeated_steps_replace_lost_ones(

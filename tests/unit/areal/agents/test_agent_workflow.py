@@ -27,6 +27,25 @@ async def two_turns(task, base_url, api_key):
     return len(messages) / 10
 
 
+async def tells_the_time(task, base_url, api_key):
+    """Its first message differs in each call, so no call continues the one before."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as llm:
+        messages = [{"role": "system", "content": "12:00"}, ASK]
+        for minute in range(3):
+            messages[0] = {"role": "system", "content": f"It is 12:0{minute}."}
+            answer = await llm.chat.completions.create(model="any", messages=messages)
+            messages += [answer.choices[0].message, ASK]
+    return 1.0
+
+
+async def asks_two_experts(task, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as llm:
+        for name in "AB":
+            messages = [{"role": "system", "content": f"You are {name}."}, ASK]
+            await llm.chat.completions.create(model="any", messages=messages)
+    return 1.0
+
+
 async def posts_its_reward(task, base_url, api_key):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as llm:
         await llm.chat.completions.create(model="any", messages=[ASK])
@@ -84,6 +103,17 @@ async def test_run_when_of_two_turns_then_a_trajectory_each_of_both_answers():
         assert sampled == [48, 49, 50, 51] * 2
         assert trajectory.reward == 0.5
         assert (trajectory.token_versions[trajectory.loss_mask] == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("run", "marked"), [(tells_the_time, [0, 1, 1] * 2), (asks_two_experts, [0] * 4)]
+)
+async def test_conversation_when_its_agent_rewrites_it_then_each_piece_but_the_first_is_marked(
+    run, marked
+):
+    ledger = await ended(run, n_samples=2)
+    [group] = ledger.completed.values()
+    assert [each.reward_parts.get("splits", 0) for each in group.trajectories] == marked
 
 
 async def test_run_when_it_posts_its_reward_then_that_counts():

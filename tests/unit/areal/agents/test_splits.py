@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.agents.splits import explain
+from areal.agents.splits import equal, explain
 
 FIRST = [
     (False, "S: it is 12:00. U: hi A: "),
@@ -40,6 +40,18 @@ def test_prompt_when_it_is_a_branch_or_another_conversation_then_nothing_is_told
     assert after_first("S: it is 12:00. U: hi A: hello. U: other A: ") == ""
     assert after_first("S: it is 12:00. U: what? A: ") == ""
     assert explain([]) == []
+
+
+def test_equal_characters_when_any_texts_then_as_many_as_their_common_start():
+    long = "x" * 10_000
+    for one, other, same in [
+        (long, long, 10_000),
+        (long, long[:5000] + "y" + long, 5000),
+        (long, "", 0),
+        (long[:4096], long, 4096),
+        ("y" + long, long, 0),
+    ]:
+        assert equal(one, other) == equal(other, one) == same
 
 
 @given(st.lists(st.lists(st.tuples(st.booleans(), st.text(max_size=5)), max_size=4), max_size=4))

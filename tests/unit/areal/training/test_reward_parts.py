@@ -1,0 +1,23 @@
+"""Parts of rewards become metrics of a step: means, except those that count trajectories."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tests.unit.areal.training.test_kept_rollouts import group
+
+from areal.training.session import TrainerSession
+
+
+def test_parts_when_they_count_trajectories_then_summed_and_else_averaged() -> None:
+    groups = [group("a", 1.0, 0.0), group("b", 1.0, 0.0)]
+    a, b = groups[0].trajectories
+    a.reward_parts.update({"correct": 1.0, "splits": 1.0, "timeouts": 1.0})
+    b.reward_parts.update({"correct": 0.0, "splits": 1.0})
+    session: Any = SimpleNamespace(world_size=1)
+    assert TrainerSession._reward_parts(session, groups) == {
+        "reward/correct": 0.5,
+        "rollout/splits": 2.0,
+        "reward/timeouts": 1.0,
+    }
