@@ -31,8 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # How fast inputs are made is a busy machine's matter: no test measures speed.
-    settings.register_profile("areal", suppress_health_check=[HealthCheck.too_slow])
+    # How fast inputs are made and tried depends on the machine: no test measures speed.
+    settings.register_profile("areal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("areal")
     in_worker = "PYTEST_XDIST_WORKER" in os.environ
     share, seconds = config.getoption("--share"), config.getoption("--share-seconds")

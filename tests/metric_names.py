@@ -24,7 +24,7 @@ def undocumented(rows: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """A run's metrics.jsonl; fails on a key that the page does not explain."""
+    """A run's metrics.jsonl; fails on a key that is neither explained nor `my/…`."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert not undocumented(rows)
+    assert not {key for key in undocumented(rows) if not key.startswith("my/")}
     return rows

@@ -43,7 +43,8 @@ the dashboard, and `reward.png` show figures from these lines. Means over tokens
 tokens that the policy sampled (the loss mask). If a step has several minibatches, figures are means
 over them, weighted by tokens, unless the table says otherwise. All ranks have the same figures;
 rank 0 writes the file. `actor.ppo_update` returns its figures under the same names. A line has only
-the keys that the recipe produces. Releases up to 0.2 used other keys (`reward_mean`, `approx_kl`,
+the keys that the recipe produces, and what it adds with `actor.record({"my/number": 1.0})` or
+`rollout.record`. Releases up to 0.2 used other keys (`reward_mean`, `approx_kl`,
 `step_seconds`, …). Old keys are renamed when the run resumes, and wherever metrics are shown.
 """
 

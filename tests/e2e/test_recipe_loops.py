@@ -197,7 +197,7 @@ def test_own_loss_when_run_in_miniature_then_its_numbers_are_in_the_rows(tmp_pat
 def test_eval_when_of_a_recipe_folder_then_its_checkpoint_is_compared_with_the_start(
     tmp_path: Path,
 ) -> None:
-    assert areal("init", "mine", cwd=tmp_path, timeout=60.0).returncode == 0
+    assert areal("init", "mine", "--kind", "own-loss", cwd=tmp_path, timeout=60.0).returncode == 0
     make_tiny_model(tmp_path / "model", seed=0)
     keys = ("model.path=model", "train_problems=64", "heldout_problems=6", "gconfig.n_samples=2")
     stack = RunningStack(tmp_path / "runs" / "mine" / "demo")

@@ -32,6 +32,8 @@ from areal_launch.clusters.pods import component_of
 from areal_launch.processes.commands import find_program, run_command
 
 HELM_TIMEOUT_S = 300.0
+MAX_RECIPE_BYTES = 256 * 1024
+"""Of a packed folder. Helm keeps values and objects (the recipe twice) in a Secret of 1 MiB."""
 GRPC_PORT, HTTP_PORT = 50051, 8080
 WORKLOADS = ("PyTorchJob", "TrainJob", "Job")
 # What the live view asks: component of the chart to key of `endpoints`.
@@ -155,7 +157,8 @@ class Release:
         """Returns name, chart and values, as `helm install` and `helm template` take them.
 
         Raises:
-            ConfigError: A file is missing, or a secret would end up in the cluster's ConfigMap.
+            ConfigError: A file is missing, a secret would end up in the cluster's ConfigMap, or the
+                recipe is a folder that is too large for helm.
         """
         if self.config.security != SecurityConfig():
             raise ConfigError(
@@ -170,18 +173,28 @@ class Release:
         values.write_text(yaml.safe_dump(allocation_values(self.config)), "utf-8")
         experiment = self._folder / "experiment.yaml"
         experiment.write_text(experiment_to_send(self.config), "utf-8")
-        recipe = Path(self.config.recipe)
-        if recipe.is_dir():
-            source = Recipe.read(recipe).source
-            recipe = self._folder / "recipe.py"
-            recipe.write_bytes(source)
         files = [str(values), *self._settings.values]
         return [
             *(self.name, self._settings.chart),
             *(part for file in files for part in ("--values", file)),
-            *("--set-file", f"recipe={recipe}"),
+            *("--set-file", f"recipe={self._recipe_file()}"),
             *("--set-file", f"config={experiment}"),
         ]
+
+    def _recipe_file(self) -> Path:
+        """The recipe; a folder is packed into one file."""
+        recipe = Path(self.config.recipe)
+        if not recipe.is_dir():
+            return recipe
+        source = Recipe.read(recipe).source
+        if len(source) > MAX_RECIPE_BYTES:
+            raise ConfigError(
+                f"recipe {str(recipe)!r}: {len(source)} bytes when packed: expected at most "
+                f"{MAX_RECIPE_BYTES} on Kubernetes, where helm keeps it with the release"
+            )
+        packed = self._folder / "recipe.py"
+        packed.write_bytes(source)
+        return packed
 
     def helm(self, *arguments: str) -> str:
         """Returns helm's output; raises ArealError with its message, NotFound without helm."""

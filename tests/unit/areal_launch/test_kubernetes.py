@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tests.kubernetes_api import SERVED, ApiServer
 
 from areal.config.experiment import GRPOConfig, build_config, load_service_config
 from areal.errors import ArealError, CannotStart, ConfigError, NotFound
+from areal.recipe import Recipe, find_config_class, load_recipe
 from areal.weights import objects
 from areal_launch.clusters.kubernetes import (
     Release,
@@ -445,3 +447,38 @@ def test_doctor_when_this_machine_lacks_a_model_and_gpus_then_it_says_so(
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
     full = {each.name: each for each in examine_here(config, can_prepare=True)}
     assert full["disk"].verdict is CheckResult.MISSING
+
+
+def recipe_folder(folder: Path, note: bytes = b"") -> Path:
+    """A recipe whose configuration is in a helper module."""
+    folder.mkdir()
+    (folder / "recipe.py").write_text("from .settings import Config\n\ndef main(argv): pass\n")
+    (folder / "settings.py").write_text(
+        "from dataclasses import dataclass\n\nfrom areal import GRPOConfig\n\n"
+        "@dataclass\nclass Config(GRPOConfig):\n    wall: float = 0.2\n"
+    )
+    (folder / "note.txt").write_bytes(note)
+    return folder
+
+
+@needs_helm
+def test_render_when_the_recipe_is_a_folder_then_pods_load_all_of_it(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    config.recipe = str(recipe_folder(tmp_path / "mine"))
+    own = load_recipe(Recipe.read(Path(config.recipe)).source, config.recipe).Config
+    settings = build_config(own, None, ["model.path=models/tiny", "wall=0.5"])
+    settings.recipe, settings.stack = config.recipe, config.stack
+    objects = [each for each in yaml.safe_load_all(Release(settings, tmp_path).render()) if each]
+    (text,) = (each["data"]["recipe.py"] for each in objects if "recipe.py" in each.get("data", {}))
+    assert text.encode() == Recipe.read(Path(config.recipe)).source
+    module = load_recipe(text.encode(), "/etc/areal/recipe/recipe.py")
+    assert find_config_class(module, GRPOConfig)().wall == 0.2
+
+
+def test_render_when_a_recipe_folder_is_too_large_for_helm_then_one_line(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    config.recipe = str(recipe_folder(tmp_path / "mine", random.Random(0).randbytes(300_000)))
+    with pytest.raises(
+        ConfigError, match=r"mine': 4\d+ bytes when packed: expected at most 262144"
+    ):
+        Release(config, tmp_path).chart_arguments()
