@@ -39,6 +39,10 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(make_byte_tokenizer(), chat_template=CHAT_TEMPLATE, eos_token_ids=[END_ID])
 
 
+def fail() -> None:
+    raise AssertionError("an unexpected exception; the log has it")
+
+
 class CountedBuffer:
     """The buffer's RPCs without a wire; counts what would be on it."""
 
@@ -124,7 +128,7 @@ class Hops:
         config = RolloutConfig(worker_id="w", capacity=8, gconfig=gconfig)
         buffer: Any = CountedBuffer(self.store, self.sent)
         groups: Any = self.groups
-        observer: Any = SimpleNamespace(dropped_answers=self.dropped.append)
+        observer: Any = SimpleNamespace(dropped_answers=self.dropped.append, agent_call_bug=fail)
         sessions = Sessions(buffer, groups, config, observer)
         generation: Any = self.sampler
         sessions.start(generation, byte_tokenizer())

@@ -105,6 +105,11 @@ class Boxes:
         raise AssertionError("the sandbox service did not come back")
 
 
+def alike_of(number: int) -> int:
+    """How many equal questions an agent asks at once before its conversation."""
+    return 3 if number % 3 == 0 else 0
+
+
 async def agent(
     url: str, number: int, http: Http, boxes: Boxes, seen: Counter[str]
 ) -> tuple[str, str]:
@@ -113,13 +118,22 @@ async def agent(
     opened = await request([url], "POST", "/v1/sessions", body=body, tries=5000, seen=seen)
     path, key, task_id = f"/sessions/{opened['id']}", opened["api_key"], opened["task_id"]
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{number}+1="}]
+    chat = f"{path}/v1/chat/completions"
+
+    async def alike(index: int) -> None:
+        """One of several equal questions at once; its answer has a reward of its own."""
+        call = {"messages": messages[:1], "max_tokens": 24}
+        answer = await request([url], "POST", chat, key, call, tries=1000, seen=seen)
+        told = {"completion_id": answer["id"], "reward": number + index / 4}
+        await request([url], "POST", f"{path}/v1/reward", key, told, tries=1000, seen=seen)
+
     try:
+        await asyncio.gather(*(alike(index) for index in range(1, alike_of(number) + 1)))
         for _ in range(TURNS):
             call = {"messages": messages, "max_tokens": 24}
             if number % 2:
                 said = await speak(url, http, path, key, call)
             else:
-                chat = f"{path}/v1/chat/completions"
                 answer = await request([url], "POST", chat, key, call, tries=1000, seen=seen)
                 said = answer["choices"][0]["message"]["content"]
             found = await boxes.tool() if number % 4 == 0 else "?"
@@ -287,7 +301,9 @@ async def test_sessions_when_everything_is_killed_then_each_is_trained_once_or_e
         if record.state == "expired":
             assert record.reason
             continue
-        [trajectory] = trainer.groups[task_id].trajectories
+        *alike, trajectory = trainer.groups[task_id].trajectories
+        own = [number + index / 4 for index in range(1, alike_of(number) + 1)]
+        assert sorted(each.reward for each in alike) == own
         assert trajectory.reward == number
         turns = np.diff(trajectory.loss_mask.astype(int), prepend=0)
         assert int((turns == 1).sum()) == TURNS
