@@ -192,6 +192,18 @@ def render(rows: list[Row]) -> str:
         "",
         f"## Correct ({count(RIGHT)})",
         "",
+        "Another test trains each of these models for a step, saves it, and loads it with "
+        "transformers, which",
+        "then computes the same logprobs: all weights in float32, LoRA with its default targets, "
+        "and a step in",
+        "bfloat16. Exceptions: `gpt2` and `gpt-sw3` have no linear layers for LoRA, and "
+        "`minimax` computes in",
+        "float32 only. In bfloat16, some tensors stay in float32, also in published weights and "
+        "exports: those",
+        "that transformers lists for a family (routers, say), biases that balance experts, and "
+        "`A_log`,",
+        "`dt_bias` and norms of recurrent layers.",
+        "",
         "Layers with a state or a convolution (gated delta rules, Mamba 1 and 2, lightning "
         "attention, short",
         "convolutions) are computed by the architecture's own functions on whole sequences of "
@@ -205,7 +217,10 @@ def render(rows: list[Row]) -> str:
         "not been tried on a GPU. Without the packages such layers are slow and need much memory. "
         "Layouts with",
         "`t` or `c` are refused for such models. LoRA leaves out `dt_proj` and `out_proj` of "
-        "Mamba layers.",
+        "Mamba layers. Beside",
+        "experts whose weights are one tensor, LoRA leaves out linear layers that are named like "
+        "the experts'",
+        "(`gate_proj`, `up_proj`, `down_proj`), and it adapts no expert.",
         "",
         "A checkpoint of several models (text and vision, say) trains its text model. Its other "
         "towers are not",

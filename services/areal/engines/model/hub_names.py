@@ -219,7 +219,7 @@ def _conversions(hf: Any, *, legacy: bool) -> list[Any]:
     known = getattr(hf, "_known_conversions", None)
     if known is None:
         return list(get_model_conversion_mapping(hf, add_legacy=legacy))
-    return list(deepcopy(known[legacy]))
+    return deepcopy(known[legacy])
 
 
 def left_on_disk(hf: Any) -> frozenset[str]:

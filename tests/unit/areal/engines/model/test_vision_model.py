@@ -73,6 +73,15 @@ def test_batch_when_groups_have_images_then_equals_transformers_to_the_tower(
     engine.destroy()
 
 
+def test_batch_when_images_are_computed_in_bfloat16_then_differs_by_rounding(folder):
+    batch = image_batch()
+    engine = engine_of(folder, dtype="bfloat16")
+    _, expected = alone(folder, batch)
+    assert (engine.forward(batch) - expected.detach()).abs().mean() < 0.03
+    assert 0 < engine.train_batch(batch, weighted_loss)["grad_norm"] < float("inf")
+    engine.destroy()
+
+
 def test_micro_batches_when_some_have_no_image_then_gradients_are_those_of_one(folder):
     batch = image_batch()
     whole, small = (
