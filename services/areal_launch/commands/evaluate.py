@@ -8,6 +8,7 @@ another one, for --against: the same                     differences by row  <â”
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from areal_launch.commands.versions import export_version
 from areal_launch.run_folder import RunFolder
 
 START = "start"
+_NAMED = re.compile(f"best|latest|{START}|[0-9]+")
 _LONGEST_TRIAL = 63
 
 
@@ -60,7 +62,7 @@ def evaluate_recipe(
         as_json: Whether to print JSON Lines.
 
     Raises:
-        InvalidInput: The recipe has no servers, or the two policies are the same.
+        InvalidInput: The recipe has no servers, a policy is named otherwise, or both are the same.
         NotFound: There is no such checkpoint.
     """
     experiment, _ = read_experiment(recipe, config, overrides)
@@ -71,6 +73,11 @@ def evaluate_recipe(
         )
     own_model = any(value.startswith("model.path=") for value in overrides)
     sides = [checkpoint or (START if own_model else "latest"), *([against] if against else [])]
+    for option, which in zip(("--checkpoint", "--against"), sides, strict=False):
+        if not _NAMED.fullmatch(which):
+            raise InvalidInput(
+                f"{option} {which!r}: expected best, latest, {START}, or the step of a checkpoint"
+            )
     if own_model and START not in sides:
         raise InvalidInput(
             f"model.path: expected --checkpoint {START} with it, because --checkpoint {sides[0]} "
@@ -89,6 +96,8 @@ def evaluate_recipe(
     finally:
         for each in chosen:
             shutil.rmtree(each.model, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it has results, or was never made
+                each.folder.path.rmdir()
     if against:
         first, second = chosen
         print_differences(

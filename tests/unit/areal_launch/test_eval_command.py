@@ -17,6 +17,7 @@ from areal_launch.cli import app
 from areal_launch.commands import evaluate
 from areal_launch.commands.row_differences import compare, print_differences
 from areal_launch.commands.stack import Resolved
+from areal_launch.commands.versions import export_version
 from areal_launch.run_folder import RunFolder
 from areal_launch.stack.plan import plan_stack
 
@@ -50,6 +51,7 @@ class Ran:
         assert only_evaluate
         self.configs.append(resolved.config)
         resolved.config.run_dir.mkdir(parents=True, exist_ok=True)
+        RunFolder(resolved.config.run_dir).stack_file.write_text("{}")
         return self.code
 
     @property
@@ -129,6 +131,9 @@ def test_eval_when_an_evaluation_fails_then_its_code_and_no_second_one(
     [
         (["mine", "trial_name=other"], "'runs/mine/other' has not been trained"),
         (["mine", "--against", "latest"], "--against 'latest': expected another one"),
+        (["mine", "--checkpoint", "../x"], "--checkpoint '../x': expected best, latest, start"),
+        (["mine", "--against", "\u0663"], "expected best, latest, start, or the step"),
+        (["mine", "--checkpoint", "lastest"], "expected best, latest, start, or the step"),
         (["mine", "model.path=x", "--checkpoint", "best"], "expected --checkpoint start with it"),
         (["mine", "allocation_mode=fsdp:d1"], "'fsdp:d1' has no servers"),
         (["mine", "--accept-changes"], "expected no recipe with it"),
@@ -145,6 +150,15 @@ def test_eval_when_it_makes_no_sense_then_refused_in_one_line(
     assert len(said.strip().splitlines()) == 1
     assert any(part in said for part in why.split("|")), said
     assert (ran.configs, ran.exported) == ([], [])
+    assert [each.name for each in (place / "runs/mine").iterdir()] == ["trial0"]
+
+
+def test_eval_when_there_is_no_such_checkpoint_then_no_folder_is_left(place, monkeypatch) -> None:
+    Ran(monkeypatch)
+    monkeypatch.setattr(evaluate, "export_version", export_version)
+    code, said = areal_eval("mine", "--checkpoint", "7", "--against", "start")
+    assert (code, "7: no such checkpoint; kept: none" in said) == (1, True)
+    assert [each.name for each in (place / "runs/mine").iterdir()] == ["trial0"]
 
 
 @pytest.mark.parametrize("only", [True, False])
