@@ -130,6 +130,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "gemma3n_text": {
         "num_kv_shared_layers": 2,
         "laurel_rank": 4,
