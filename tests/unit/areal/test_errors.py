@@ -92,6 +92,33 @@ def test_errors_when_listed_then_each_has_a_code_of_grpc_and_a_status_of_http(
         assert kind.kind, kind
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "status", "word"),
+    [
+        (errors.InvalidInput, "INVALID_ARGUMENT", 400, "invalid_request_error"),
+        (errors.ConfigError, "INVALID_ARGUMENT", 400, "invalid_request_error"),
+        (errors.PromptTooLong, "INVALID_ARGUMENT", 400, "invalid_request_error"),
+        (errors.CannotStart, "UNKNOWN", 500, "server_error"),
+        (errors.NotFound, "NOT_FOUND", 404, "not_found_error"),
+        (errors.Unauthenticated, "UNAUTHENTICATED", 401, "authentication_error"),
+        (errors.StaleIncarnation, "FAILED_PRECONDITION", 500, "server_error"),
+        (errors.LeaseLost, "FAILED_PRECONDITION", 410, "session_ended"),
+        (errors.WrongStep, "FAILED_PRECONDITION", 500, "server_error"),
+        (errors.CapacityExceeded, "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
+        (errors.Unavailable, "UNAVAILABLE", 503, "overloaded_error"),
+        (errors.WaitTimeout, "DEADLINE_EXCEEDED", 504, "timeout_error"),
+        (errors.TrainingDiverged, "UNKNOWN", 500, "server_error"),
+        (errors.WorkflowError, "ABORTED", 500, "server_error"),
+        (errors.PromptDrift, "ABORTED", 500, "server_error"),
+        (connect.AlreadyExists, "ALREADY_EXISTS", 409, "invalid_request_error"),
+    ],
+)
+def test_error_when_clients_of_other_makers_read_its_codes_then_they_stay_as_published(
+    kind: type[ArealError], code: str, status: int, word: str
+) -> None:
+    assert (kind.grpc_code, kind.http_status, kind.kind) == (code, status, word)
+
+
 async def test_error_when_a_servicer_raises_it_then_the_client_raises_its_class_and_message(
     classes: list[type[ArealError]], service: tuple[Raising, grpc.aio.Channel]
 ) -> None:
