@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ if __name__ == "__main__":
 from tools.tiny_architectures import COMPOSITE, NotTried, tiny_model  # noqa: E402
 
 from areal.algorithms import packing  # noqa: E402
-from areal.engines.model.attention.layout import build_layout  # noqa: E402
 from areal.engines.model.guards import drop_towers, placeholders, silence_noise  # noqa: E402
 from areal.engines.model.heads import LogprobHead  # noqa: E402
 from areal.engines.model.packed import PackedCausalLM  # noqa: E402
@@ -97,13 +97,22 @@ def _reason(message: str) -> str:
     return re.sub(r"differ by \S+ nats.*", "differ from those of each sequence alone", message)
 
 
-def errors(hf: Any, model: PackedCausalLM, seed: int) -> tuple[float, float]:
+def errors(
+    hf: Any,
+    model: PackedCausalLM,
+    seed: int,
+    *,
+    given: Sequence[tuple[int, Sequence[int]]] = _GROUPS,
+    share_prefixes: bool = True,
+) -> tuple[float, float]:
     """Largest difference of a logprob, and relative difference of the gradient.
 
     Args:
         hf: plain transformers model with eager attention, in eval(): one sequence at a time.
         model: the same weights, packed.
         seed: of the tokens.
+        given: of each group the tokens of its prefix, and what each sequence adds.
+        share_prefixes: compute a prefix once.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = hf.config.get_text_config().vocab_size
@@ -114,7 +123,7 @@ def errors(hf: Any, model: PackedCausalLM, seed: int) -> tuple[float, float]:
         return [3 if token in reserved else token for token in drawn]
 
     sequences, groups = [], []
-    for group, (common, added) in enumerate(_GROUPS):
+    for group, (common, added) in enumerate(given):
         prefix = tokens(common)
         sequences += [prefix + tokens(count) for count in added]
         groups += [group] * len(added)
@@ -129,7 +138,9 @@ def errors(hf: Any, model: PackedCausalLM, seed: int) -> tuple[float, float]:
         groups,
     )
     targets = torch.nonzero(batch["loss_mask"]).flatten()
-    found, _ = model(batch, build_layout(batch, share_prefixes=True), targets, LogprobHead())
+    found, _ = model(
+        batch, model.plan(batch, share_prefixes=share_prefixes), targets, LogprobHead()
+    )
     weight = torch.cos(torch.arange(len(expected))) + 1.2
     (expected * weight).sum().backward()
     (found * weight).sum().backward()

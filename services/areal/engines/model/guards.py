@@ -15,12 +15,19 @@ from torch import nn
 
 from areal.engines.model import vision
 from areal.engines.model.attention.dispatch import registered_name
-from areal.engines.model.layer_types import RECURRENT, TOKENWISE, attention_layers, layer_types
+from areal.engines.model.layer_types import (
+    CHUNKED,
+    RECURRENT,
+    TOKENWISE,
+    attention_layers,
+    chunk_sizes,
+    layer_types,
+)
 from areal.engines.model.recurrent import modules_of as recurrent_modules
 from areal.errors import InvalidInput
 
 # Layers in which tokens meet in attention only.
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", CHUNKED})
 # Attention beside a layer with a state.
 _HYBRID_LAYERS = frozenset({"hybrid", "hybrid_sliding"})
 
@@ -43,6 +50,12 @@ def refuse_unsupported(hf: Any) -> None:
     other = sorted({str(kind) for kind in kinds} - known)
     if other:
         raise refusal(hf, f"layers of type {', '.join(other)}, not full or sliding attention")
+    if (sizes := chunk_sizes(config)) and (len(sizes) > 1 or not sizes[0]):
+        raise refusal(
+            hf,
+            f"chunked attention with attention_chunk_size {', '.join(map(str, sizes))}, not one "
+            "number of tokens for all such layers",
+        )
     if hf._is_stateful and not recurrent:
         raise refusal(hf, "a state that carries over from one packed sequence to the next")
     if (
@@ -103,8 +116,12 @@ def decoder_of(hf: Any) -> nn.Module:
     In a model of text and images it is the language tower.
     """
     several = hf.config.get_text_config() is not hf.config
-    decoder: nn.Module = hf.get_decoder() if several or hf.base_model is hf else hf.base_model
-    return decoder
+    decoder: Any = hf.get_decoder() if several or hf.base_model is hf else hf.base_model
+    # Llama 4's prefix is not the name of its decoder, so transformers returns it with its head.
+    found: nn.Module = (
+        getattr(decoder, "model", decoder) if hasattr(decoder, "lm_head") else decoder
+    )
+    return found
 
 
 def freeze_towers(hf: Any) -> None:

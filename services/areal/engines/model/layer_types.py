@@ -8,6 +8,8 @@ TOKENWISE = frozenset({"mlp", "moe"})
 """Layers in which tokens do not meet."""
 RECURRENT = frozenset({"linear_attention", "mamba", "conv"})
 """Layers with a state or a convolution; see `recurrent`."""
+CHUNKED = "chunked_attention"
+"""Layers in which a token sees only its own chunk of its sequence, as in Llama 4."""
 
 
 def layer_types(config: Any) -> list[str]:
@@ -22,6 +24,15 @@ def layer_configs(config: Any) -> list[Any]:
     if not getattr(config, "is_heterogeneous", False):
         return [config] * count
     return [config.per_layer_config[number] for number in range(count)]
+
+
+def chunk_sizes(config: Any) -> list[Any]:
+    """Return the sizes of chunks, in tokens, that a text config gives its CHUNKED layers."""
+    layers = zip(layer_types(config), layer_configs(config), strict=False)
+    sizes = (
+        getattr(each, "attention_chunk_size", None) for kind, each in layers if kind == CHUNKED
+    )
+    return list(dict.fromkeys(sizes))
 
 
 def attention_layers(config: Any) -> list[Any]:

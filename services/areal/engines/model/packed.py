@@ -18,6 +18,8 @@ from areal.engines.model.attention.dispatch import PACKED
 from areal.engines.model.attention.layout import PackedLayout, build_layout
 from areal.engines.model.attention.ulysses import Context
 from areal.engines.model.heads import Head
+from areal.engines.model.layer_types import chunk_sizes
+from areal.engines.model.positions import count_in_sequences
 from areal.engines.model.recurrent import RecurrentLayers
 from areal.errors import InvalidInput
 from areal.tokenizer import longest_input
@@ -59,6 +61,7 @@ class PackedCausalLM(nn.Module):
         self.vocab_size: int | None = getattr(text, "vocab_size", None)
         guards.set_attention(hf, kernel)
         guards.freeze_towers(hf)
+        count_in_sequences(guards.decoder_of(hf))
         self.recurrent = RecurrentLayers(hf, guards.decoder_of(hf), boundaries or {})
         self._placeholders = torch.tensor(guards.placeholders(hf.config), dtype=torch.int64)
 
@@ -90,7 +93,10 @@ class PackedCausalLM(nn.Module):
     def plan(self, batch: Batch, *, share_prefixes: bool, least: float = 0.0) -> PackedLayout:
         """Plan a micro-batch's computation, with what this model's kernels read."""
         buckets = self.kernel == PACKED or self.recurrent.by_length
-        return build_layout(batch, share_prefixes=share_prefixes, buckets=buckets, least=least)
+        chunk = next(iter(chunk_sizes(self.hf.config.get_text_config())), None)
+        return build_layout(
+            batch, share_prefixes=share_prefixes, buckets=buckets, least=least, chunk=chunk
+        )
 
     def forward(
         self,

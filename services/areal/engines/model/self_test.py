@@ -7,7 +7,8 @@
 If an architecture that was never tried, or a new version of transformers, computes something else,
 the run ends in its first seconds instead of training on wrong gradients. For a large model the
 first layers are enough, with at least one of each kind, because each rank of a sharded model
-gathers every layer that is tested.
+gathers every layer that is tested. What begins after thousands of tokens in a real model, chunks of
+attention for example, begins after a few in both passes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from areal.engines.model.guards import (
 )
 from areal.engines.model.heads import LogprobHead, logprobs_of
 from areal.engines.model.packed import PackedCausalLM
+from areal.engines.model.positions import counting
 from areal.engines.versions import accepted, together
 from areal.errors import CannotStart, InvalidInput
 
@@ -46,6 +48,8 @@ WHOLE = 50_000_000
 _FEWEST_LAYERS = 4
 # Of each group: the common prefix, then what each sequence adds.
 _GROUPS = ((12, (8, 5)), (9, (11, 1)))
+# Chunks of attention, and the steps of queries' scales; no prefix above ends at a multiple.
+_SPAN = 5
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype)
         InvalidInput: they differ, or the model asks for what its attention does not compute.
         CannotStart: it does not run at all, such as with a version that lacks an argument.
     """
-    with _first_layers(model) as layers:
+    with _first_layers(model) as layers, _short_spans(model.hf):
         return _compare(model, device, compute, layers)
 
 
@@ -216,6 +220,23 @@ def _first_layers(model: PackedCausalLM) -> Iterator[int]:
         yield len(layers)
     finally:
         layers._modules = everything
+
+
+@contextmanager
+def _short_spans(hf: Any) -> Iterator[None]:
+    """Let chunks and steps be as short as the test's sequences need, inside the context."""
+    before: list[tuple[Any, str, int]] = []
+    for owner in (hf.config.get_text_config(), *counting(decoder_of(hf))):
+        for name in ("attention_chunk_size", "floor_scale"):
+            if (value := vars(owner).get(name)) is not None:
+                before.append((owner, name, value))
+    try:
+        for owner, name, value in before:
+            setattr(owner, name, min(value, _SPAN))
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def _layers_of(hf: Any) -> nn.ModuleList | None:

@@ -40,6 +40,7 @@ from areal.engines.model.attention.varlen import (
     bind,
     varlen_attention,
 )
+from areal.engines.model.layer_types import CHUNKED
 from areal.engines.versions import together
 from areal.errors import CannotStart, InvalidInput
 
@@ -258,7 +259,7 @@ def _checked(
     sliding_window: int | None,
     others: dict[str, Any],
 ) -> PackedLayout:
-    """Return the layout, when nothing is asked for that the kernel does not compute."""
+    """Return the module's layout, when nothing is asked for that the kernel does not compute."""
     name = type(module).__name__
     if layout is None:
         raise InvalidInput(
@@ -286,8 +287,9 @@ def _checked(
     config = getattr(module, "config", None)
     layer_types = list(getattr(config, "layer_types", None) or ())
     index = getattr(module, "layer_idx", None)
+    kind = layer_types[index] if layer_types and index is not None else None
     window = getattr(config, "sliding_window", None)
-    if layer_types and index is not None and layer_types[index] != "sliding_attention":
+    if kind not in (None, "sliding_attention"):
         window = None
     longest = layout.longest
     if sliding_window is None and window is not None and longest > window:
@@ -296,7 +298,18 @@ def _checked(
             f"function, so {kernel} attention cannot apply the window to a sequence of "
             f"{longest} tokens"
         )
-    return layout
+    return layout if kind != CHUNKED else _chunks(name, layout, config.attention_chunk_size)
+
+
+def _chunks(name: str, layout: PackedLayout, size: int) -> PackedLayout:
+    if layout.longest <= size:
+        return layout
+    if layout.chunks is None or layout.chunks.longest != size:
+        raise InvalidInput(
+            f"{name} attends in chunks of {size} tokens: expected a layout that has them for a "
+            f"sequence of {layout.longest} tokens"
+        )
+    return layout.chunks
 
 
 def _short(value: Any) -> str:

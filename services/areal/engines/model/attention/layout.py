@@ -7,6 +7,11 @@ A token's hidden states depend only on the tokens up to it, so the common prefix
 sequences has the same states in each of them and is computed once (the gradients of all its copies
 add up through the gather). The layout is planned in host memory, where the batch is, and then
 moved.
+
+Layers of type `chunked_attention` cut each sequence at multiples of a number of tokens. To them a
+batch is one of more and shorter sequences, of the same computed tokens. With chunks of 3:
+
+    their sequences     p q x | y       p q z            a chunk around a prefix's end has all of it
 """
 
 from __future__ import annotations
@@ -51,6 +56,9 @@ class PackedLayout:
     """For the `packed` kernel alone."""
     output: Tensor | None = None
     """Place of each computed token in the concatenated buckets, int64 [U]."""
+    chunks: PackedLayout | None = None
+    """What layers of type `chunked_attention` read instead: chunks in the places of sequences and
+    of batch tokens. None: there are no such layers, or no sequence is longer than a chunk."""
 
     def map(self, move: Callable[[Tensor], Tensor]) -> PackedLayout:
         """Return the same layout with each tensor moved, for example to a device."""
@@ -63,11 +71,17 @@ class PackedLayout:
             shared=self.shared,
             buckets=tuple(Bucket(move(b.index), b.sequences, b.longest) for b in self.buckets),
             output=None if self.output is None else move(self.output),
+            chunks=None if self.chunks is None else self.chunks.map(move),
         )
 
 
 def build_layout(
-    batch: Batch, *, share_prefixes: bool, buckets: bool = True, least: float = 0.0
+    batch: Batch,
+    *,
+    share_prefixes: bool,
+    buckets: bool = True,
+    least: float = 0.0,
+    chunk: int | None = None,
 ) -> PackedLayout:
     """Plan the computation of a batch.
 
@@ -77,6 +91,7 @@ def build_layout(
             sequence once.
         buckets: true for the `packed` kernel; the others find sequences by `cu_seqlens`.
         least: prefixes are shared only if this part of the tokens need not be computed then.
+        chunk: tokens of a chunk of the model's `chunked_attention` layers; None: it has none.
     """
     cu_seqlens = batch["cu_seqlens"].long()
     offsets = position_ids(cu_seqlens)
@@ -96,10 +111,38 @@ def build_layout(
         longest=max(cu_seqlens.diff().tolist(), default=0),
         shared=len(computed) < len(offsets),
     )
-    if not buckets:
-        return layout
-    found, place = _bucketize(cu_seqlens, offsets, locate)
-    return replace(layout, buckets=found, output=place[computed])
+    chunks = None
+    if chunk is not None and layout.longest > chunk:
+        chunks = _in_chunks(layout, offsets % chunk == 0)
+        chunks = _with_buckets(chunks) if buckets else chunks
+    return replace(_with_buckets(layout) if buckets else layout, chunks=chunks)
+
+
+def _in_chunks(layout: PackedLayout, begins: Tensor) -> PackedLayout:
+    """Put chunks, which begin at some tokens of the batch, in the places of sequences.
+
+    Those without any token that is computed there are left out: a prefix that is computed once
+    attends once, but for its last chunk, if that continues in each sequence.
+    """
+    number = begins.long().cumsum(0) - 1
+    needed = torch.zeros_like(number, dtype=torch.bool)  # by the number of a chunk
+    needed[number[layout.computed]] = True
+    kept = needed[number]
+    ends = torch.nonzero(torch.cat([begins[kept], begins.new_ones(1)])).flatten()
+    return replace(
+        layout,
+        computed=(kept.long().cumsum(0) - 1)[layout.computed],
+        locate=layout.locate[kept],
+        cu_seqlens=ends.int(),
+        longest=int(ends.diff().max()),
+        shared=int(ends[-1]) > len(layout.computed),
+    )
+
+
+def _with_buckets(layout: PackedLayout) -> PackedLayout:
+    cu_seqlens = layout.cu_seqlens.long()
+    found, place = _bucketize(cu_seqlens, position_ids(cu_seqlens), layout.locate)
+    return replace(layout, buckets=found, output=place[layout.computed])
 
 
 def _prefix_leaders(batch: Batch, offsets: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def test_forward_when_an_architecture_differs_from_llama_then_equals_transformer
 
 
 REFUSED = {
-    "llama4_text": ({"intermediate_size_mlp": 48}, "layers of type chunked_attention"),
+    "deepseek_v32": (MLA | {"index_topk": 3}, "layers of type indexed_attention"),
     "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "custom attention"),
     "doge": ({}, "DogeAttention calls attention with attention_mask"),
     "stablelm": ({}, "StableLmAttention is not told how the batch is packed"),

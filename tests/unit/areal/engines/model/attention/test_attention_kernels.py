@@ -103,6 +103,7 @@ MODELS = {
     "qwen3": {"head_dim": 8},
     "gemma3_text": {"head_dim": 8, "sliding_window": 7},
     "deepseek_v3": MADE_RIGHT["deepseek_v3"],
+    "llama4_text": {"head_dim": 8, "attention_chunk_size": 4, "num_hidden_layers": 4},
 }
 
 
@@ -118,7 +119,7 @@ def test_model_when_a_kernel_computes_its_attention_then_equals_transformers(
     assert tested.attention == kernel
     assert tested.difference < 1e-5
     batch = make_batch(vocabulary=96)
-    layout = build_layout(batch, share_prefixes=False, buckets=False)
+    layout = model.plan(batch, share_prefixes=False)
     targets = torch.nonzero(batch["loss_mask"]).flatten()
     logprobs, _ = model(batch, layout, targets, LogprobHead())
     torch.testing.assert_close(logprobs, alone(hf, batch)[targets], atol=4e-5, rtol=0)
