@@ -15,7 +15,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+SHORT = {"llama4_text", "gemma3"}
+
+
+def kinds():
+    return [pytest.param(kind, marks=[pytest.mark.long] * (kind not in SHORT)) for kind in LAYOUTS]
+
+
+@pytest.mark.parametrize("kind", kinds())
 def test_gradients_when_a_family_is_spread_over_ranks_then_equal_those_of_one_rank(tmp_path, kind):
     saved(kind, tmp_path / "model")
 
