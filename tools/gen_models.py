@@ -241,6 +241,15 @@ def render(rows: list[Row]) -> str:
         "`qwen3_vl` are",
         "loaded, because images train with them.",
         "",
+        "Layers that attend in chunks (Llama 4) cut each sequence at multiples of the model's "
+        "`attention_chunk_size`,",
+        "counted from its own start; whole chunks of a common prefix attend once. Where a layer "
+        "scales queries by",
+        "position, the position counts in the sequence too. A layout may have `c`. Layouts with "
+        "`t` or `e` are",
+        "refused for Llama 4: in transformers, each of its experts computes every token, which "
+        "costs time and memory.",
+        "",
         "Among these are also models with sliding windows, softcaps on attention and logits, "
         "attention sinks, logit",
         "scales, latent attention and experts. Dropout and router jitter are turned off. With "

@@ -78,6 +78,13 @@ def test_parameters_when_only_the_config_is_there_then_those_of_the_published_mo
     assert experts.intermediate == 8 * 768
 
 
+def test_shape_when_every_expert_computes_every_token_then_counts_all_of_them(tmp_path):
+    llama = {**QWEN3_30B_A3B, "model_type": "llama4_text", "num_experts_per_tok": 1}
+    shape = ModelShape.read(model(tmp_path, **llama))
+    assert shape.routed == 128
+    assert shape.intermediate == 128 * 768 + llama["intermediate_size"]
+
+
 def test_parameters_when_the_weights_are_there_then_counted(tiny_model):
     from safetensors.torch import load_file
 

@@ -133,6 +133,9 @@ class ModelShape:
             size = int(config.get("moe_intermediate_size") or dense)
             shared = int(config.get("shared_expert_intermediate_size") or 0)
             routed = int(config.get("num_experts_per_tok") or 2)
+            if config.get("model_type") == "llama4_text":
+                # Each expert computes every token there, and the choice scales what it gets.
+                routed, shared = experts, dense
             used, of_experts = size * routed + shared, 3 * hidden * experts * size
             feed_forward = of_experts + hidden * (3 * shared + experts)
         layer = attention + feed_forward + 2 * hidden

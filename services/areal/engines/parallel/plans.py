@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from areal.engines.model.guards import decoder_of
 from areal.engines.parallel.mesh import Mesh
 from areal.engines.versions import PLANS_FROM, installed, older
 from areal.errors import CannotStart, InvalidInput
@@ -105,10 +106,11 @@ def _plan_of(hf: Any, name: str, letter: str) -> dict[str, str]:
 
 
 def _matching(hf: Any, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(full name of a module or parameter, style) of all that a plan's patterns name."""
+    """(full name of a module or parameter, style) of all of the decoder that a plan names."""
     from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-    base = hf.base_model_prefix
+    decoder = decoder_of(hf)
+    base = next(name for name, module in hf.named_modules() if module is decoder)
     for name, _ in (*hf.named_modules(), *hf.named_parameters()):
         pattern = replace_layer_number_by_wildcard(name.removeprefix(f"{base}."))
         if pattern in plan:

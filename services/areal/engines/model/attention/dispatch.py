@@ -284,7 +284,7 @@ def _checked(
             f"{name} attends from {query.shape[2]} positions to {key.shape[2]}: {kernel} attention "
             f"expects {tokens} of each, one for each token of the batch"
         )
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     layer_types = list(getattr(config, "layer_types", None) or ())
     index = getattr(module, "layer_idx", None)
     kind = layer_types[index] if layer_types and index is not None else None

@@ -29,6 +29,7 @@ from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.attention.varlen import TORCH
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
+from areal.engines.parallel.plans import spread_experts, spread_matrices
 from areal.errors import InvalidInput
 
 CPU = torch.device("cpu")
@@ -85,6 +86,18 @@ def test_varlen_when_attention_is_in_chunks_then_equals_each_sequence_alone():
             logprob, gradient = errors(hf, model, seed=3, given=groups)
         assert logprob <= LOGPROB_TOLERANCE
         assert gradient <= GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_layout_when_it_spreads_matrices_or_experts_then_refuses_experts_that_take_every_token(
+    kind,
+):
+    mesh = SimpleNamespace(layout="d1t2", experts=None)
+    with pytest.raises(InvalidInput, match=r"Llama4For.* has experts, .*layout without t"):
+        spread_matrices(tiny_model(kind, 0), mesh)
+    mesh = SimpleNamespace(layout="d2e2", experts="the group")
+    with pytest.raises(InvalidInput, match=r"Llama4For.* no base_model_ep_plan.* without e"):
+        spread_experts(tiny_model(kind, 0), mesh)
 
 
 # -- the layout ------------------------------------------------------------------------------------
