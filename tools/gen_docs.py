@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import gen_algorithms
 import gen_api
+import gen_commands
 import gen_learning_rules
 import gen_metrics
 import gen_migration
@@ -108,7 +109,7 @@ def tables(cls: type, prefix: str = "") -> Iterator[str]:
 def main() -> int:
     """Writes the pages."""
     TARGET.write_text("\n\n".join([HEAD.rstrip(), "## top level", *tables(GRPOConfig)]) + "\n")
-    pages = (gen_api, gen_migration, gen_algorithms, gen_metrics, gen_learning_rules)
+    pages = (gen_api, gen_commands, gen_migration, gen_algorithms, gen_metrics, gen_learning_rules)
     return max(page.main() for page in pages)
 
 

@@ -31,7 +31,6 @@ class House:
     """One package: its rooms and how they stand on each other."""
 
     name: str
-    lines: int
     graph: Graph
 
     @property
@@ -102,12 +101,8 @@ def house(package: str, services: Path = SERVICES) -> House:
     """Reads one package of `services`."""
     known = modules(services)
     graph: Graph = {}
-    lines = 0
     for name, file in known.items():
-        if name.split(".")[0] != package:
-            continue
-        lines += len(file.read_text().splitlines())
-        if name == package:
+        if name == package or name.split(".")[0] != package:
             continue
         room = name.split(".")[1]
         below = graph.setdefault(room, set())
@@ -115,7 +110,7 @@ def house(package: str, services: Path = SERVICES) -> House:
             parts = target.split(".")
             if parts[0] == package and len(parts) > 1 and parts[1] != room:
                 below.add(parts[1])
-    return House(package, lines, graph)
+    return House(package, graph)
 
 
 def between(services: Path = SERVICES) -> Graph:
@@ -132,13 +127,13 @@ def between(services: Path = SERVICES) -> Graph:
 def table(services: Path = SERVICES) -> str:
     """Markdown: every package, then the floors of the library and of the command."""
     packages = sorted(between(services))
-    rows = ["| package | lines | rooms | floors | arrows | cycles |", "|---|--:|--:|--:|--:|--:|"]
+    rows = ["| package | rooms | floors | arrows | cycles |", "|---|--:|--:|--:|--:|"]
     houses = {name: house(name, services) for name in packages}
     for name, each in houses.items():
         cycles = each.cycles()
         floors = "" if cycles else str(len(each.floors()))
         rows.append(
-            f"| `{name}` | {each.lines / 1000:.1f}k | {len(each.graph)} | {floors} | {each.arrows} "
+            f"| `{name}` | {len(each.graph)} | {floors} | {each.arrows} "
             f"| {', '.join(cycles) or 0} |"
         )
     for name in ("areal", "areal_launch"):

@@ -17,8 +17,9 @@
     └── WorkflowError         user code (workflow, reward) raised, or returned nonsense
         └── PromptDrift       a later turn's prompt does not begin with the tokens before it
 
-The gRPC chassis maps each class to a status code and clients map it back, so a caller catches the
-same class on either side of the wire.
+Each class has a gRPC code, an HTTP status and a kind; a subclass inherits those that it does not
+set. All servers and clients read them here, so a caller catches the same class on either side of
+the wire. A class that only its own service knows arrives as the nearest base class above.
 """
 
 from __future__ import annotations
@@ -27,17 +28,33 @@ import difflib
 import re
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+ERROR_KEY = "areal-error"
+"""Key of a failed gRPC call's trailing metadata: the error's `name_of`."""
 _TRY_AGAIN = re.compile(r"; try again in (\d+(?:\.\d+)?) s$")
 
 
 class ArealError(Exception):
-    """Base class of all AReaL errors; `str(error)` is one line."""
+    """Base class of all AReaL errors; `str(error)` is one line.
+
+    Attributes:
+        grpc_code: The name of its gRPC status code.
+        http_status: Its HTTP status.
+        kind: The `type` of the error in replies to agents, in OpenAI's words.
+    """
+
+    grpc_code: ClassVar[str] = "UNKNOWN"
+    http_status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
 
 
 class InvalidInput(ArealError):
     """An argument, row or request is wrong; the message says which one and what was expected."""
+
+    grpc_code = "INVALID_ARGUMENT"
+    http_status = 400
+    kind = "invalid_request_error"
 
 
 class ConfigError(InvalidInput):
@@ -65,25 +82,45 @@ class CannotStart(ArealError):
 class NotFound(ArealError):
     """The requested task, recipe, session, run, program or policy version does not exist."""
 
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+    kind = "not_found_error"
+
 
 class Unauthenticated(ArealError):
     """A call to a service had no bearer token, or had a wrong one."""
+
+    grpc_code = "UNAUTHENTICATED"
+    http_status = 401
+    kind = "authentication_error"
 
 
 class StaleIncarnation(ArealError):
     """A newer trainer of the same run has registered, so this trainer must stop."""
 
+    grpc_code = "FAILED_PRECONDITION"
+
 
 class LeaseLost(ArealError):
     """A worker lost its lease: the task ended, was cancelled, or was leased to another worker."""
+
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 410
+    kind = "session_ended"
 
 
 class WrongStep(ArealError):
     """The trainer took a batch, committed a step or published a version out of order."""
 
+    grpc_code = "FAILED_PRECONDITION"
+
 
 class CapacityExceeded(ArealError):
     """A call would exceed a limit (memory, message size, queue); the message names the limit."""
+
+    grpc_code = "RESOURCE_EXHAUSTED"
+    http_status = 429
+    kind = "rate_limit_error"
 
     @property
     def retry_after_s(self) -> float | None:
@@ -98,6 +135,10 @@ class CapacityExceeded(ArealError):
 class Unavailable(ArealError):
     """A service does not answer at the moment; the same call may succeed later."""
 
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+    kind = "overloaded_error"
+
 
 class WorkflowError(ArealError):
     """A workflow, reward, tool or environment raised an error or returned an unusable value.
@@ -105,6 +146,8 @@ class WorkflowError(ArealError):
     Attributes:
         traceback: The Python traceback of the failure, shown with the dead letter; may be empty.
     """
+
+    grpc_code = "ABORTED"
 
     def __init__(self, message: str, traceback: str = "") -> None:
         super().__init__(message)
@@ -143,6 +186,10 @@ class WaitTimeout(ArealError):
         'waited 30.0 s for batch of step 12 on buffer 127.0.0.1:7001'
     """
 
+    grpc_code = "DEADLINE_EXCEEDED"
+    http_status = 504
+    kind = "timeout_error"
+
     def __init__(
         self, what: str, *, on: str = "", since: float | None = None, hint: str = ""
     ) -> None:
@@ -164,6 +211,28 @@ class WaitTimeout(ArealError):
         if hint:
             text += f" ({hint})"
         super().__init__(text)
+
+
+def name_of(error: ArealError) -> str:
+    """Returns the name under which an error crosses a process boundary; see `restore`.
+
+    The receiver may not have a class of another module, so that class gets the name of its nearest
+    base class in this module.
+    """
+    return next(each.__name__ for each in type(error).__mro__ if each.__module__ == __name__)
+
+
+def named(name: str) -> type[ArealError] | None:
+    """Returns the error class of this name; None if there is none, as in an older version."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, ArealError) else None
+
+
+def restore(name: str, message: str) -> ArealError:
+    """Returns the error that another process described by its `name_of` and its message."""
+    kind = named(name) or ArealError
+    # The constructor of WaitTimeout would compose a message out of this one.
+    return WaitTimeout.__new__(WaitTimeout, message) if kind is WaitTimeout else kind(message)
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:

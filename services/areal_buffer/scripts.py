@@ -156,8 +156,7 @@ def translate(error: RedisError) -> errors.ArealError:
     if isinstance(error, ResponseError) and text.startswith("AREAL "):
         _, kind, message = text.split(" ", 2)
         message = message.split(" script: ", 1)[0]
-        found: type[errors.ArealError] = getattr(errors, kind, errors.ArealError)
-        return found(message)
+        return errors.restore(kind, message)
     if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
         # It may be short of memory for a while only, e.g. when it rewrites its file.
         return errors.CapacityExceeded(f"Redis is out of memory: {text}; try again in 5 s")

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from areal.errors import ArealError, InvalidInput, NotFound
+from areal.errors import ArealError, InvalidInput, NotFound, name_of
 from areal.protocol.leases import TakeState, stats_to_pb, take_to_pb
 from areal.protocol.trajectories import PURPOSE_FROM_PB, STATE_TO_PB, GroupCodec
 from areal.v1 import buffer_service_pb2 as pb
@@ -122,7 +122,7 @@ class BufferService(BufferServiceServicer):
         for each in checked:
             result = next(recorded) if isinstance(each, Completion) else each
             if isinstance(result, ArealError):
-                response.results.add(error=type(result).__name__, message=check.line(str(result)))
+                response.results.add(error=name_of(result), message=check.line(str(result)))
                 continue
             response.results.add(recorded=result)
             if result and isinstance(each, Completion):
@@ -154,7 +154,7 @@ class BufferService(BufferServiceServicer):
         for each in checked:
             result = next(states) if isinstance(each, pb.Return) else each
             if isinstance(result, ArealError):
-                response.results.add(error=type(result).__name__, message=check.line(str(result)))
+                response.results.add(error=name_of(result), message=check.line(str(result)))
             else:
                 response.results.add(state=STATE_TO_PB[result])
         return response

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.background import BackgroundTask
 
 from areal.agents import headers
-from areal.agents.replies import failure, frame, is_anthropic, refused
+from areal.agents.replies import content_type, failure, frame, is_anthropic, refused
 from areal.chassis.logging import get_logger
 from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.rollout import RolloutClient
@@ -98,7 +98,7 @@ def agent_error(request: Request, error: Exception, status: int | None = None) -
     if not path.startswith("/sessions/"):
         return None
     reply = refused(error, path, status)
-    return Response(reply.body, reply.status, dict(reply.headers), "application/json")
+    return Response(reply.body, reply.status, dict(reply.headers), content_type(reply.stream))
 
 
 def _api_keys(salt: bytes, given: str, n: int) -> list[str]:
@@ -192,7 +192,7 @@ def add_agents(
             replies = rollout.call_session(passed, wait_s=2 * config.generation_s)
             # Without its body, a request is refused at once, and nothing more of it is read.
             reply = await (anext(replies) if body is None else _unless_gone(request, replies))
-        kind = "text/event-stream" if reply.stream else "application/json"
+        kind = content_type(reply.stream)
         more = dict(reply.headers) | ({"Connection": "close"} if body is None else {})
         passed_on = _PassedOn(replies, path)
 

@@ -26,8 +26,8 @@ from areal.errors import (
     CapacityExceeded,
     InvalidInput,
     NotFound,
+    Unauthenticated,
     Unavailable,
-    WaitTimeout,
 )
 from areal.tokenizer.json_text import dumps
 from areal_gateway.agents import add_agents, agent_error
@@ -39,13 +39,6 @@ from areal_gateway.rest import CancelIn, QueryIn, SubmitIn, explain, record_json
 from areal_gateway.status import RunStatus
 
 STATIC = Path(__file__).parent / "static"
-_STATUS_OF: dict[type[ArealError], int] = {
-    InvalidInput: 400,
-    NotFound: 404,
-    CapacityExceeded: 429,
-    Unavailable: 503,
-    WaitTimeout: 504,
-}
 # The page loads nothing from elsewhere and runs no inline script.
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
 
@@ -113,7 +106,10 @@ def _add_errors(app: FastAPI) -> None:
     async def refused(request: Request, error: ArealError) -> Response:
         if (answer := agent_error(request, error)) is not None:
             return answer
-        code = next((c for kind, c in _STATUS_OF.items() if isinstance(error, kind)), 502)
+        code = error.http_status
+        # A service behind the gateway failed, or refused the gateway's own token.
+        if code == 500 or isinstance(error, Unauthenticated):
+            code = 502
         headers = {}
         if isinstance(error, CapacityExceeded) and error.retry_after_s is not None:
             headers["Retry-After"] = str(math.ceil(error.retry_after_s))

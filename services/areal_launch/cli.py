@@ -167,7 +167,7 @@ def evaluate(
     (gconfig.n_samples=8), the result has pass@k.
 
     Without a recipe, a reward function scores a model's answers to dataset rows:
-    areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct rows=200.
+    areal eval model.path=Qwen/Qwen2.5-1.5B-Instruct rows=200
     """
     from areal_launch.commands.builtin_recipes import find_recipe
     from areal_launch.commands.evaluate import evaluate_recipe

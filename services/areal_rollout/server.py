@@ -61,11 +61,13 @@ class RolloutServer(Server):
             ModelLimits(tokenizer.vocab_size, config.context_length, stops, model),
             report=self._weight_sync.report_server,
             observer=metrics,
-            request_timeout_s=config.request_timeout_s, setup_timeout_s=config.setup_timeout_s,
-            asleep_s=config.asleep_s, headers=self._context.security.headers(),
+            request_timeout_s=config.request_timeout_s,
+            setup_timeout_s=config.setup_timeout_s,
+            asleep_s=config.asleep_s,
+            headers=self._context.security.headers(),
             previous=self._context.security.previous_headers(),
             connections=config.connections,
-        )  # fmt: skip
+        )
         await self._context.own(generation).start()
         self._executor = executor = Executor(
             config,

@@ -110,8 +110,8 @@ def tree_paths(tree: str) -> list[str]:
     return found
 
 
-def test_tree_of_the_readme_when_read_then_it_is_the_tree() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_tree_of_the_house_when_read_then_it_is_the_tree() -> None:
+    text = (ROOT / "docs" / "house-tour.md").read_text()
     [tree] = re.findall(r"## Where things are\n\n```\n(.*?)```", text, re.DOTALL)
     paths = tree_paths(tree)
     assert [path for path in paths if not (ROOT / path).is_dir()] == []

@@ -1,4 +1,8 @@
-"""The source stands in floors: few rooms, few arrows, no cycle, nothing across."""
+"""The source is arranged in floors: no cycles, and no import from one service to another.
+
+The numbers of rooms and arrows have no limit. docs/architecture.md shows them, so a change of them
+is in the diff that a reviewer reads.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,11 @@ def write(root: Path, **files: str) -> None:
         file.write_text(text)
 
 
-def test_library_when_measured_then_within_its_bounds() -> None:
-    library = house("areal")
-    assert library.cycles() == []
-    assert len(library.graph) <= 22
-    assert len(library.floors()) <= 9
-    assert library.arrows <= 77
-
-
 def test_packages_when_measured_then_each_imports_the_library_alone() -> None:
     packages = between()
+    assert all(house(name).cycles() == [] for name in packages)
     assert packages.pop("areal") == set()
     assert all(below <= {"areal"} for below in packages.values()), packages
-    assert all(house(name).cycles() == [] for name in packages)
 
 
 def test_document_when_read_then_it_shows_what_is_measured() -> None:

@@ -11,7 +11,7 @@ from typing import Self
 from aiohttp import web
 
 from areal.addresses import join_address, loopback
-from areal.agents.replies import refused
+from areal.agents.replies import content_type, refused
 from areal.agents.routes import handle
 from areal.agents.session import Session
 from areal.chassis.http_connections import IDLE_S, HttpSite
@@ -91,7 +91,7 @@ class Endpoint:
             reply = refused(too_large, request.path, error.status)
         else:
             reply = await handle(find, request.method, request.path, request.headers, content)
-        kind = "text/event-stream" if reply.stream else "application/json"
+        kind = content_type(reply.stream)
         if reply.parts is not None:
             stream = web.StreamResponse(status=reply.status, headers=reply.headers)
             stream.content_type = kind

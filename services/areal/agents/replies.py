@@ -30,28 +30,9 @@ from typing import Any, Protocol
 from areal.agents.chat import Answer
 from areal.agents.partial import AnswerDelta, OnDelta
 from areal.agents.session import Session
-from areal.errors import (
-    ArealError,
-    CapacityExceeded,
-    InvalidInput,
-    LeaseLost,
-    NotFound,
-    PromptTooLong,
-    Unauthenticated,
-    Unavailable,
-    WaitTimeout,
-)
+from areal.errors import ArealError, CapacityExceeded, PromptTooLong
 from areal.tokenizer.json_text import dumps
 
-_STATUS: dict[type[ArealError], tuple[int, str]] = {
-    InvalidInput: (400, "invalid_request_error"),
-    Unauthenticated: (401, "authentication_error"),
-    NotFound: (404, "not_found_error"),
-    LeaseLost: (410, "session_ended"),
-    CapacityExceeded: (429, "rate_limit_error"),
-    Unavailable: (503, "overloaded_error"),
-    WaitTimeout: (504, "timeout_error"),
-}
 _MAX_MESSAGE = 2000
 Event = dict[str, Any]
 
@@ -104,6 +85,11 @@ class Reply:
     """What the process that sends the body to the client has to store once it has."""
 
 
+def content_type(stream: bool) -> str:
+    """Returns the media type of a reply's body."""
+    return "text/event-stream" if stream else "application/json"
+
+
 def failure(error: Exception, *, typed: bool, anthropic: bool) -> tuple[int, Event]:
     """Status and body of an error.
 
@@ -112,8 +98,10 @@ def failure(error: Exception, *, typed: bool, anthropic: bool) -> tuple[int, Eve
         typed: Whether the body has a type, as Anthropic's and the events of OpenAI's responses.
         anthropic: Whether the words are Anthropic's, not OpenAI's.
     """
-    unknown = 500, "api_error" if anthropic else "server_error"
-    status, kind = next((v for k, v in _STATUS.items() if isinstance(error, k)), unknown)
+    codes = type(error) if isinstance(error, ArealError) else ArealError
+    status, kind = codes.http_status, codes.kind
+    if anthropic and kind == ArealError.kind:
+        kind = "api_error"
     message, param, code = f"{type(error).__name__}: see the log of the service", None, None
     if isinstance(error, PromptTooLong):
         # Frameworks shorten the history when they see these very words, or this code; LangChain

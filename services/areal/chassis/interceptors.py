@@ -17,25 +17,8 @@ from areal import errors
 from areal.chassis import tracing
 from areal.chassis.logging import get_logger
 
-# Trailing metadata that lets a client raise the very class the servicer raised.
-ERROR_KEY = "areal-error"
 # For clients that do not read the message: whole seconds until the call may be tried again.
 RETRY_KEY = "retry-after"
-
-STATUS_OF: dict[type[errors.ArealError], grpc.StatusCode] = {
-    errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.PromptTooLong: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.NotFound: grpc.StatusCode.NOT_FOUND,
-    errors.StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.LeaseLost: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.WrongStep: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.CapacityExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.WaitTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.WorkflowError: grpc.StatusCode.ABORTED,
-}
-
 
 # gRPC percent-encodes the message into a header, three characters for one byte at worst, and gives
 # up on headers above 8 KiB.
@@ -152,8 +135,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             .decode(errors="ignore")
         )
         if isinstance(error, errors.ArealError):
-            code = STATUS_OF.get(type(error), grpc.StatusCode.UNKNOWN)
-            metadata = [(ERROR_KEY, type(error).__name__)]
+            code = grpc.StatusCode[error.grpc_code]
+            metadata = [(errors.ERROR_KEY, errors.name_of(error))]
             if isinstance(error, errors.CapacityExceeded) and error.retry_after_s is not None:
                 metadata.append((RETRY_KEY, str(math.ceil(error.retry_after_s))))
             context.set_trailing_metadata(tuple(metadata))

@@ -21,16 +21,19 @@ ResponseT = TypeVar("ResponseT")
 _Metadata = tuple[tuple[str, str], ...]
 
 _MAX_MESSAGE_BYTES = 128 * 1024 * 1024
-_ERROR_KEY = "areal-error"
 
-
+# For calls that gRPC, a proxy or the check of tokens refused before a servicer could raise.
 _CLASS_OF: dict[grpc.StatusCode, type[errors.ArealError]] = {
-    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
     # Not by us, that raises CancelledError: the server has too many calls waiting, or is going.
     grpc.StatusCode.CANCELLED: errors.Unavailable,
-    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
-    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidInput,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.CapacityExceeded,
+} | {
+    grpc.StatusCode[kind.grpc_code]: kind
+    for kind in (
+        errors.Unavailable,
+        errors.Unauthenticated,
+        errors.InvalidInput,
+        errors.CapacityExceeded,
+    )
 }
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -68,12 +71,10 @@ def from_rpc_error(
     detail = error.details() or ""
     metadata = cast("list[tuple[str, str]]", error.trailing_metadata() or [])
     for key, value in metadata:
-        if key == _ERROR_KEY:
-            kind = getattr(errors, str(value), None)
+        if key == errors.ERROR_KEY and (kind := errors.named(str(value))) is not None:
             if kind is errors.WaitTimeout:
                 break
-            if isinstance(kind, type) and issubclass(kind, errors.ArealError):
-                return kind(detail)
+            return kind(detail)
     code = error.code()
     text = f"{method} on {address}: {detail}"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -146,16 +146,15 @@ def _bytes(content: Any, length: int) -> bytes:
 
 def _describe(error: errors.ArealError) -> dict[str, str]:
     return {
-        "kind": type(error).__name__,
+        "kind": errors.name_of(error),
         "text": str(error),
         "traceback": getattr(error, "traceback", ""),
     }
 
 
 def _restore(described: dict[str, str]) -> errors.ArealError:
-    """The error with its class and its sentence; classes that build theirs must not build again."""
-    kind = getattr(errors, described["kind"], errors.ArealError)
-    error: errors.ArealError = kind.__new__(kind, described["text"])
+    """The error that rank 0 described."""
+    error = errors.restore(described["kind"], described["text"])
     if isinstance(error, errors.WorkflowError):
         error.traceback = described["traceback"]
     return error

@@ -22,6 +22,7 @@ from starlette.types import Receive
 
 from areal.agents.calls import Calls
 from areal.agents.fields import body_of, number
+from areal.agents.replies import content_type
 from areal.agents.routes import handle
 from areal.agents.session import Model, Session
 from areal.errors import InvalidInput
@@ -68,7 +69,7 @@ class _Chat:
             return self._session(content if http.method == "POST" else b"{}", http.receive)
 
         reply = await handle(session, http.method, http.url.path, http.headers, content)
-        kind = "text/event-stream" if reply.stream else "application/json"
+        kind = content_type(reply.stream)
         if (parts := reply.parts) is not None:
 
             async def body() -> AsyncGenerator[bytes]:

@@ -57,12 +57,10 @@ def guarded(route: Route) -> Route:
             return await route(request)
         except SchemaError as error:
             return schema_error(str(error))
-        except RequestError as error:
-            return engine_error(str(error))
+        except (RequestError, Unavailable) as error:
+            return engine_error(str(error), error.http_status)
         except BodyTooLarge as error:
             return engine_error(str(error), 413)
-        except Unavailable as error:
-            return engine_error(str(error), 503)
         except TimeoutError as error:
             return engine_error(str(error), 504)
 

@@ -104,7 +104,7 @@ class E2BApp:
         except ArealError as error:
             if not control and request.path != "/files":
                 return connect.refusal(error)
-            response = _refusal(connect.status_of(error), str(error))
+            response = _refusal(error.http_status, str(error))
             if isinstance(error, CapacityExceeded) and error.retry_after_s is not None:
                 response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
             return response

@@ -14,45 +14,30 @@ from typing import Any
 
 from aiohttp import web
 
-from areal.errors import (
-    ArealError,
-    CapacityExceeded,
-    InvalidInput,
-    NotFound,
-    Unavailable,
-    WaitTimeout,
-)
+from areal.errors import ArealError, InvalidInput
 from areal.tokenizer.json_text import loads
 
 _END = 2
 _MAX_MESSAGE_BYTES = 64 << 20
-_CODES: dict[type[ArealError], tuple[str, int]] = {
-    InvalidInput: ("invalid_argument", 400),
-    NotFound: ("not_found", 404),
-    CapacityExceeded: ("resource_exhausted", 429),
-    Unavailable: ("unavailable", 503),
-    WaitTimeout: ("deadline_exceeded", 504),
-}
-_INTERNAL = ("internal", 500)
 Json = dict[str, Any]
 
 
 class AlreadyExists(InvalidInput):
     """A folder to make is there already."""
 
-
-_CODES[AlreadyExists] = ("already_exists", 409)
-
-
-def status_of(error: ArealError) -> int:
-    """Returns the HTTP status of an error."""
-    return _CODES.get(type(error), _INTERNAL)[1]
+    grpc_code = "ALREADY_EXISTS"
+    http_status = 409
 
 
 def refusal(error: ArealError) -> web.Response:
     """Returns the answer of a unary call that failed."""
-    code, status = _CODES.get(type(error), _INTERNAL)
-    return web.json_response({"code": code, "message": str(error)}, status=status)
+    return web.json_response(_described(error), status=error.http_status)
+
+
+def _described(error: ArealError) -> Json:
+    # Connect's codes are those of gRPC, in lower case.
+    code = "internal" if error.http_status == 500 else error.grpc_code.lower()
+    return {"code": code, "message": str(error)}
 
 
 async def messages(request: web.Request) -> AsyncIterator[Json]:
@@ -124,8 +109,7 @@ async def stream(request: web.Request, events: AsyncIterator[Json]) -> web.Strea
                     await response.prepare(request)
                 await response.write(_envelope(0, event))
         except ArealError as error:
-            code, _ = _CODES.get(type(error), _INTERNAL)
-            end = {"error": {"code": code, "message": str(error)}}
+            end = {"error": _described(error)}
     if not response.prepared:
         await response.prepare(request)
     await response.write(_envelope(_END, end))

@@ -116,12 +116,10 @@ class StoreApp:
             return _refusal(why or UNAUTHENTICATED, 403 if why else 401)
         try:
             return await handler(request)
-        except NotFound as error:
-            return _refusal(str(error), 404)
-        except CapacityExceeded as error:
+        except CapacityExceeded as error:  # of the disk, not of a queue
             return _refusal(str(error), 507)
         except ArealError as error:
-            return _refusal(str(error), 400)
+            return _refusal(str(error), error.http_status)
         except OSError as error:
             status = 404 if error.errno == errno.ENAMETOOLONG else 507
             return _refusal(f"weight store: {error.strerror or error}", status)

@@ -11,7 +11,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from areal.chassis.waits import Waits
-from areal.errors import ArealError, CapacityExceeded, NotFound, Unavailable, WaitTimeout
+from areal.errors import (
+    ArealError,
+    CapacityExceeded,
+    NotFound,
+    StaleIncarnation,
+    Unauthenticated,
+    Unavailable,
+    WaitTimeout,
+    WorkflowError,
+)
 from areal.security import Security
 from areal_gateway.app import build_app
 from areal_gateway.config import GatewayConfig
@@ -105,6 +114,9 @@ class Gateway:
         (Unavailable("it is away"), 503),
         (WaitTimeout("an answer"), 504),
         (ArealError("it is odd"), 502),
+        (WorkflowError("it is broken"), 502),
+        (StaleIncarnation("it is old"), 502),
+        (Unauthenticated("it refuses the gateway's token"), 502),
     ],
 )
 async def test_call_when_the_service_behind_refuses_then_the_code_says_whether_to_try_again(

@@ -144,12 +144,7 @@ class Batching(Generic[RequestT, ResultT]):
 
 
 def _outcome(result: ResultT) -> ResultT | Exception:
-    if not result.error:
-        return result
-    kind = getattr(errors, result.error, None)
-    if not (isinstance(kind, type) and issubclass(kind, errors.ArealError)):
-        kind = errors.ArealError
-    return kind(result.message)
+    return errors.restore(result.error, result.message) if result.error else result
 
 
 def _settle(offer: _Offer[RequestT, ResultT], outcome: ResultT | Exception) -> None:

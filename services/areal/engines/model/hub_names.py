@@ -203,13 +203,14 @@ def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], l
     return steps, unknown, [each for each in conversions if each.was_used()]
 
 
-def keep_conversions(hf: Any) -> None:
-    """Note how transformers converts a model's tensors, before FSDP shards any of its modules.
+def known_conversions(hf: Any) -> dict[bool, list[Any]]:
+    """Return how transformers converts a model's tensors: with what is legacy, and without.
 
-    FSDP makes classes of its own, which transformers takes for custom code: it would leave out what
-    it knows of a decoder within a checkpoint of several models.
+    `source.build` notes it before FSDP shards any module. FSDP makes classes of its own, which
+    transformers takes for custom code: it would leave out what it knows of a decoder within a
+    checkpoint of several models.
     """
-    hf._known_conversions = {each: _conversions(hf, legacy=each) for each in (True, False)}
+    return {each: _conversions(hf, legacy=each) for each in (True, False)}
 
 
 def _conversions(hf: Any, *, legacy: bool) -> list[Any]:

@@ -60,7 +60,7 @@ def build(
         with torch.device("meta"):
             hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
         fill.make_buffers(hf)
-        hub_names.keep_conversions(hf)
+        hf._known_conversions = hub_names.known_conversions(hf)
     except (ImportError, OSError, ValueError) as error:
         # An unknown architecture, code that would have to be downloaded, an absent kernel.
         why = " ".join(str(error).split())

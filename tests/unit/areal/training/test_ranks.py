@@ -62,6 +62,15 @@ for error in (
         assert str(got) == str(error) or isinstance(error, errors.WaitTimeout)
         assert getattr(got, "traceback", "") == getattr(error, "traceback", "")
 
+class OwnError(errors.InvalidInput):
+    pass
+
+try:
+    ranks.on_rank0(lambda: refuse(OwnError("no split")))
+    raise AssertionError("expected an error")
+except errors.InvalidInput as got:
+    assert str(got) == "no split"
+
 assert between.gather_json({"rank": rank, "pad": "x" * 1000 * rank}) == [
     {"rank": 0, "pad": ""}, {"rank": 1, "pad": "x" * 1000}
 ]

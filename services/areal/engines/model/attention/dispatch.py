@@ -298,7 +298,9 @@ def _checked(
             f"function, so {kernel} attention cannot apply the window to a sequence of "
             f"{longest} tokens"
         )
-    return layout if kind != CHUNKED else _chunks(name, layout, config.attention_chunk_size)
+    if kind == CHUNKED and config is not None:
+        return _chunks(name, layout, config.attention_chunk_size)
+    return layout
 
 
 def _chunks(name: str, layout: PackedLayout, size: int) -> PackedLayout:
