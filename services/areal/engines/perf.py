@@ -8,7 +8,8 @@ routed to; an embedding lookup does not count), M the number of those that are t
 LoRA's matrices. T is the tokens of the batch, L the length of each sequence. V is the number of
 parameters of the head, T' the loss tokens: no other token reaches the head. A parameter costs 2
 operations forward, 2 for the gradient of its input, and 2 for its own gradient if it is trained;
-causal attention 2 x 2 x L^2 / 2 forward and twice that backward, in the layers that have attention.
+causal attention 2 x 2 x L^2 / 2 forward and twice that backward, in the layers that have attention,
+as if none had a window or chunks.
 S is the number of multiplications with the states of recurrent layers that one token costs forward
 (`recurrent.state_products`); what their kernels add by computing in chunks is not counted. It
 counts the model's operations, not the machine's: what is computed again (activations, logits) adds

@@ -19,12 +19,18 @@ from torch import Tensor, nn
 
 def counting(decoder: nn.Module) -> list[Any]:
     """Return the attention modules that take positions from places in the row."""
-    return [m for m in decoder.modules() if getattr(m, "attn_temperature_tuning", False)]
+    return [
+        module
+        for module in decoder.modules()
+        if getattr(module, "attn_temperature_tuning", False)
+        and not getattr(module, "use_rope", False)
+    ]
 
 
 def count_in_sequences(decoder: nn.Module) -> None:
     """Tell such modules the positions of a packed batch; a plain row stays as it is."""
     for module in counting(decoder):
+        # A function of its own for each module would be compiled for each.
         module.register_forward_pre_hook(_tell, with_kwargs=True)
 
 

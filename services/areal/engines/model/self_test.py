@@ -13,6 +13,7 @@ attention for example, begins after a few in both passes.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -159,7 +160,7 @@ def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
     hf.set_attn_implementation("eager")
     parts = []
     try:
-        with _not_compiled(hf):
+        with _not_compiled():
             for sequence in packing.unpack(batch):
                 ids = sequence["input_ids"]
                 if is_scalar(hf):
@@ -175,10 +176,11 @@ def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
     return torch.cat(parts)
 
 
-def _not_compiled(hf: nn.Module) -> AbstractContextManager[Any]:
-    """Leave layers uncompiled that are called inside."""
-    compiled = any(module._compiled_call_impl is not None for module in hf.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Leave layers uncompiled that are called inside, also those that are recomputed."""
+    # Importing it takes seconds; without it nothing is compiled.
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
 class _Probe:

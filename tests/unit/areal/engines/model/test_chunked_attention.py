@@ -17,7 +17,8 @@ from tests.unit.areal.engines.train_fixtures import (
     make_batch,
 )
 from tools.gen_models import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE, errors
-from tools.tiny_architectures import tiny_model
+from tools.tiny_architectures import tiny_config, tiny_model
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from areal.algorithms import packing
 from areal.config.training import MicroBatchSpec, TrainEngineConfig
@@ -27,8 +28,11 @@ from areal.engines.model.attention import layout as layouts
 from areal.engines.model.attention.dispatch import PACKED, attention_function
 from areal.engines.model.attention.layout import build_layout
 from areal.engines.model.attention.varlen import TORCH
+from areal.engines.model.heads import LogprobHead
 from areal.engines.model.packed import PackedCausalLM
 from areal.engines.model.self_test import self_test
+from areal.engines.parallel.apply import decoder_layers
+from areal.engines.parallel.memory import recompute_layers, use_kernels
 from areal.engines.parallel.plans import spread_experts, spread_matrices
 from areal.errors import InvalidInput
 
@@ -235,7 +239,7 @@ def test_self_test_when_chunks_are_right_then_passes_and_leaves_sizes_as_they_we
     config = model.hf.config.get_text_config()
     assert config.attention_chunk_size == hf.config.get_text_config().attention_chunk_size
     steps = [m.floor_scale for m in positions.counting(model)]
-    assert steps == [config.floor_scale] * 4
+    assert steps == [config.floor_scale] * 2
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -275,3 +279,28 @@ def test_gradients_when_chunked_layers_are_computed_again_then_are_the_same(tmp_
         engine = initialize(tmp_path, gradient_checkpointing=mode, mb_spec=small)
         found, _ = gradients(engine, batch)
         assert_gradients_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_layers_when_compiled_then_are_compiled_once_for_all_that_count_positions(
+    mode, monkeypatch
+):
+    torch._dynamo.reset()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="eager"))
+    count = 20  # more than torch compiles again for one function
+    config = tiny_config("llama4_text").to_dict()
+    kinds = ["chunked_attention", "full_attention"] * (count // 2)
+    layers = {"num_hidden_layers": count, "layer_types": kinds, "no_rope_layers": [1, 0] * 10}
+    hf = Llama4ForCausalLM(Llama4TextConfig(**{**config, **layers, "moe_layers": []}))
+    guards.silence_noise(hf)
+    recompute_layers(hf, mode, "compile")
+    model = PackedCausalLM(hf, kernel=PACKED, chunk_elements=1 << 12)
+    use_kernels(hf, decoder_layers(hf), "compile", CPU)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        assert self_test(model, CPU, torch.float32).difference < 1e-5
+        for seed in (0, 1):
+            batch = make_batch(seed, groups=2, vocabulary=96)
+            targets = torch.nonzero(batch["loss_mask"]).flatten()
+            layout = model.plan(batch, share_prefixes=True)
+            model(batch, layout, targets, LogprobHead())[0].sum().backward()
