@@ -163,6 +163,9 @@ def _extract(comments: bytes, folder: Path) -> None:
             name = PurePosixPath(member.filename)
             if name.is_absolute() or ".." in name.parts or "\\" in member.filename:
                 raise ValueError(f"file {member.filename!r} lies outside")
+            # Damaged data of other methods raises OSError, as a disk without room does.
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError(f"file {member.filename!r} has method {member.compress_type}")
             with packed.open(member) as file:
                 content = file.read(member.file_size + 1)
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -155,7 +155,8 @@ def test_file_when_it_installs_then_only_locked_packages_or_this_repository(name
     assert found
     for command in found:
         if re.search(
-            r"sglang==|transformers==|\.venv-(harness|clients|verifiers|e2b|agents-sdk|liger)", command
+            r"sglang==|transformers==|\.venv-(harness|clients|verifiers|e2b|agents-sdk|liger)",
+            command,
         ):
             continue  # environments of their own
         if "--no-index" in command:  # this repository, which downloads nothing

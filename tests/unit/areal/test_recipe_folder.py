@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from areal import recipe_folder
@@ -236,6 +236,7 @@ def test_unpack_when_there_is_no_place_then_it_is_this_machines_fault(tmp_path) 
 
 
 @given(place=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
+@example(place=0.46484375, value=12)  # another method of compression
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_unpack_when_any_byte_is_another_then_it_is_a_folder_or_one_line(place, value) -> None:
     content = bytearray(CONTENT)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 from tests.unit.areal.training.test_kept_rollouts import group
 
-from areal.training.session import TrainerSession
+from areal.training.batch_rewards import describe_rewards
 
 
 def test_parts_when_they_count_trajectories_then_summed_and_else_averaged() -> None:
@@ -15,9 +12,7 @@ def test_parts_when_they_count_trajectories_then_summed_and_else_averaged() -> N
     a, b = groups[0].trajectories
     a.reward_parts.update({"correct": 1.0, "splits": 1.0, "timeouts": 1.0})
     b.reward_parts.update({"correct": 0.0, "splits": 1.0})
-    session: Any = SimpleNamespace(world_size=1)
-    assert TrainerSession._reward_parts(session, groups) == {
-        "reward/correct": 0.5,
-        "rollout/splits": 2.0,
-        "reward/timeouts": 1.0,
-    }
+    row = describe_rewards(groups, world_size=1)
+    assert row["reward/correct"] == 0.5
+    assert row["rollout/splits"] == 2.0
+    assert row["reward/timeouts"] == 1.0
