@@ -62,8 +62,9 @@ class Worker:
                 group = make_group(lease.task.task_id, lease.policy_version)
                 for trajectory in group.trajectories:
                     trajectory.rewards[-1] = self.reward
-                await client.complete_task(lease.task.task_id, lease.token, group, "w")
+                # First: whoever waits for the task may go on before this thread does.
                 self.done.append(lease.task.task_id)
+                await client.complete_task(lease.task.task_id, lease.token, group, "w")
         await client.close()
 
     def stop(self) -> None:
