@@ -188,12 +188,7 @@ class TrainerRig:
         others = [Task(i, Purpose.TRAIN, spec, {}) for i in self.rejected]
         try:
             await client.submit_tasks(others)
-            await client.submit_tasks(
-                [
-                    Task(task_id=i, purpose=Purpose.TRAIN, workflow=spec, data={}, position=(0, n))
-                    for n, i in enumerate(ids)
-                ]
-            )
+            await client.submit_tasks([Task(i, Purpose.TRAIN, spec, {}) for i in ids])
             digests: dict[str, str] = {}
             while len(digests) < count:
                 leases, reason = await client.lease_tasks("prefill", 64, 5.0)
