@@ -40,6 +40,13 @@ class Evaluation:
         """Where a checkpoint is exported to, until the evaluation has ended."""
         return self.folder.path / "model"
 
+    def clean(self) -> None:
+        """Removes the exported model, and the folder if nothing else is there."""
+        shutil.rmtree(self.model, ignore_errors=True)
+        for empty in (self.folder.logs, self.folder.path):
+            with contextlib.suppress(OSError):  # it has results, or was never made
+                empty.rmdir()
+
 
 def evaluate_recipe(
     recipe: Path,
@@ -95,9 +102,7 @@ def evaluate_recipe(
                 return code
     finally:
         for each in chosen:
-            shutil.rmtree(each.model, ignore_errors=True)
-            with contextlib.suppress(OSError):  # it has results, or was never made
-                each.folder.path.rmdir()
+            each.clean()
     if against:
         first, second = chosen
         print_differences(
@@ -125,7 +130,7 @@ def _export(experiment: BaseExperimentConfig, wanted: Evaluation, *, as_json: bo
             f"--checkpoint {wanted.which}: {str(trained.path)!r} has not been trained: expected "
             f"`areal run` first, or --checkpoint {START} for the model that the recipe starts from"
         )
-    wanted.folder.path.mkdir(parents=True, exist_ok=True)
+    wanted.folder.make(shared=bool(experiment.endpoints.inference))
     # With --json, stdout has events only.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         return export_version(trained.path, wanted.which, wanted.model)

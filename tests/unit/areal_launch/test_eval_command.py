@@ -98,6 +98,14 @@ def test_eval_when_no_checkpoint_is_named_then_the_latest_in_a_trial_of_its_own(
     assert ran.trials == ["trial0-eval-latest", "trial0-eval-latest-2"]
 
 
+def test_eval_when_a_checkpoint_is_exported_then_only_its_user_may_read_it(
+    place: Path, monkeypatch
+) -> None:
+    Ran(monkeypatch)
+    assert areal_eval("mine") == (0, "")
+    assert (place / "runs/mine/trial0-eval-latest").stat().st_mode & 0o077 == 0
+
+
 def test_eval_when_a_model_is_named_then_it_is_the_start(place: Path, monkeypatch) -> None:
     ran = Ran(monkeypatch)
     areal_eval("mine", "model.path=other")
