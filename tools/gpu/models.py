@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.tiny_architectures import tiny_config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from areal.algorithms import packing
 from areal.algorithms.packing import Batch
@@ -31,6 +33,7 @@ _TINY = {
     "bos_token_id": 2,
 }
 _TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_TINY_STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _ANSWERS = 8
 
 
@@ -52,13 +55,34 @@ def make(shape: str, miniature: bool, *, layers: int = 0, positions: int = 0) ->
     if miniature:
         config |= _TINY | (_TINY_EXPERTS if "num_experts" in config else {})
         config |= {"head_dim": 16} if "head_dim" in config else {}
+        config |= _TINY_STATES if "linear_num_key_heads" in config else {}
     elif layers:
         config["num_hidden_layers"] = layers
+    if "layer_types" in config:  # the last is an attention layer
+        config["layer_types"] = config["layer_types"][-config["num_hidden_layers"] :]
     config["max_position_embeddings"] = max(config["max_position_embeddings"], positions)
     directory = Path(tempfile.mkdtemp(prefix="gpu-"))
     save_tokenizer(directory)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def make_tiny(architecture: str) -> Path:
+    """The same for one of transformers' architectures, by its `model_type`."""
+    config = tiny_config(architecture)
+    for name, value in _TINY_STATES.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[architecture]]
+    directory = Path(tempfile.mkdtemp(prefix="gpu-"))
+    save_tokenizer(directory)
+    config.save_pretrained(directory)
+    return directory
+
+
+def vocabulary_of(path: Path) -> int:
+    """How many tokens a model knows."""
+    return int(json.loads((path / "config.json").read_text())["vocab_size"])
 
 
 @contextmanager

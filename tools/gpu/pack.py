@@ -20,6 +20,7 @@ def copy(folder: Path) -> None:
     without = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("services", "tools/gpu"):
         shutil.copytree(ROOT / name, folder / name, ignore=without)
+    shutil.copy(ROOT / "tools/tiny_architectures.py", folder / "tools")
     (folder / "examples").mkdir()
     shutil.copy(ROOT / "examples/arithmetic_grpo.py", folder / "examples")
     shutil.copy(ROOT / "tools/gpu/run.sh", folder)

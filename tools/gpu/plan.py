@@ -32,6 +32,11 @@ class Case:
 
 
 _FAMILIES = ("qwen2.5-0.5b", "qwen3-8b", "qwen3-30b-a3b")
+# One of each kind of layer; those whose kernels are compiled by Triton come last.
+_ARCHITECTURES = (
+    *("gemma3_text", "llama4_text", "deepseek_v3", "gpt_oss", "glm4_moe"),
+    *("lfm2", "bamba", "kimi_linear", "qwen3_5_text"),
+)
 _EVEN: Setting = {"tokens": 16384, "lengths": "even"}
 _SMALL: Setting = {"shape": "qwen2.5-0.5b"}
 _MIDDLE: Setting = {"shape": "qwen2.5-1.5b", **_EVEN}
@@ -67,7 +72,7 @@ CASES = (
     Case(
         "contact",
         "contact",
-        60,
+        45,
         (
             *({"shape": shape, "dtype": "float32", "kernel": "packed"} for shape in _FAMILIES),
             *(
@@ -88,6 +93,17 @@ CASES = (
         ),
         try_s=15,
     ),
+    Case(
+        "families",
+        "contact",
+        40,
+        tuple(
+            {"architecture": kind, "dtype": dtype}
+            for kind in _ARCHITECTURES
+            for dtype in ("float32", "bfloat16")
+        ),
+        try_s=30,
+    ),
     Case("step", "speed", 18, ({**_MIDDLE, "profile": True},), smaller={"layers": 8}),
     Case("head", "head", 6, tuple({"tokens": 8192, "chunk": c} for c in (441, 2048, 4096, 8192))),
     Case(
@@ -106,7 +122,7 @@ CASES = (
     Case(
         "prime",
         "speed",
-        140,
+        120,
         (
             {"shape": "qwen3-0.6b", **_16K, "loss": "rl"},
             {"shape": "qwen3-0.6b", **_64K, "loss": "rl"},
@@ -131,7 +147,7 @@ CASES = (
     Case(
         "kernels",
         "speed",
-        65,
+        55,
         (
             {**_MIDDLE, "kernels": "eager"},
             {"shape": "qwen3-0.6b", **_16K, "loss": "rl", "kernels": "eager"},
@@ -146,7 +162,8 @@ CASES = (
         12,
         tuple({**_MIDDLE, "lengths": "groups", "share": on} for on in (True, False)),
     ),
-    Case("checkpoint", "checkpoint", 35, (_SMALL,)),
+    Case("checkpoint", "checkpoint", 30, (_SMALL,)),
+    Case("turns", "turns", 10, ({"shape": "qwen2.5-1.5b"},)),
     Case(
         "moe",
         "speed",
@@ -154,8 +171,9 @@ CASES = (
         ({"shape": "qwen3-30b-a3b", "layers": 4, **_EVEN},),
         smaller={"layers": 2},
     ),
-    Case("plain", "plain", 16, (_MIDDLE,), smaller={"layers": 8}),
-    Case("rest", "rest", 70, ({"steps": 20},)),
+    Case("recurrent", "speed", 20, ({"shape": "qwen3.5-9b", "layers": 4, **_EVEN},)),
+    Case("plain", "plain", 14, (_MIDDLE,), smaller={"layers": 8}),
+    Case("rest", "rest", 55, ({"steps": 20}, {"steps": 20, "mode": "alternating"})),
 )
 NAMES = tuple(case.name for case in CASES)
 

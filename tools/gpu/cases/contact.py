@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tools.gpu.models import batch_of, device, engine, make
+from tools.gpu.models import batch_of, device, engine, make, make_tiny, vocabulary_of
 
 from areal.algorithms import packing
 from areal.algorithms.losses import sft_loss
@@ -22,7 +22,8 @@ _LENGTHS = [33, 7, 64, 18]
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     """Differences from float64 with a kernel and a mode; or that a part of the engine works."""
-    path = make(setting["shape"], miniature=True)
+    kind = setting.get("architecture")
+    path = make(setting["shape"], miniature=True) if kind is None else make_tiny(kind)
     part = setting.get("with")
     if part is not None:
         return {**_PARTS.get(part, _compare)(path, setting, miniature), "on": str(device())}
@@ -31,8 +32,8 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
 
 def _compare(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     """Largest and mean difference of logprobs, in nats; relative difference of gradient norms."""
-    exact, exact_norm = _plain(path)
-    batch = batch_of(_LENGTHS, 512)
+    batch = batch_of(_LENGTHS, vocabulary_of(path))
+    exact, exact_norm = _plain(path, batch)
     # A CPU has one kernel.
     kernel = "packed" if miniature else setting.get("kernel")
     keys = {"dtype": setting.get("dtype"), "attn_impl": kernel, "init_from_scratch": False}
@@ -132,7 +133,7 @@ def _oom(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, Any]
     return {"said": said, "loss_afterwards": loss}
 
 
-def _plain(path: Path) -> tuple[torch.Tensor, float]:
+def _plain(path: Path, batch: packing.Batch) -> tuple[torch.Tensor, float]:
     """Write random weights into the directory; return their logprobs and the gradient's norm."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -143,7 +144,7 @@ def _plain(path: Path) -> tuple[torch.Tensor, float]:
     kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
     exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **kinds)
     parts = []
-    for row in packing.unpack(batch_of(_LENGTHS, 512)):
+    for row in packing.unpack(batch):
         ids, mask = row["input_ids"], row["loss_mask"]
         everything = exact(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
         parts.append(everything.gather(-1, ids[1:, None])[:, 0][mask[1:]])

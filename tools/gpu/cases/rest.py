@@ -34,6 +34,8 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     root = Path(tempfile.mkdtemp(prefix="gpu-stack-"))
     small = _SMALL if miniature else ()
     placed = _ON_GPU if torch.cuda.is_available() else ()
+    if mode := setting.get("mode"):
+        placed += (f"allocation_mode=sglang:d1|fsdp:d1@{mode}",)
     for total in (steps, 2 * steps):
         command = [sys.executable, "-m", "areal_launch", "run", str(RECIPE), f"run_root={root}"]
         # The recipe's own path is that of the demo, which would train what a miniature left there.

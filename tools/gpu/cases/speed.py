@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 import warnings
@@ -10,7 +9,17 @@ from typing import Any
 
 import torch
 from tools.gpu.cases import Skipped
-from tools.gpu.models import batch_of, device, engine, groups_of, lengths_of, make, timed, wait
+from tools.gpu.models import (
+    batch_of,
+    device,
+    engine,
+    groups_of,
+    lengths_of,
+    make,
+    timed,
+    vocabulary_of,
+    wait,
+)
 
 from areal.algorithms.losses import add_up, ppo_actor_loss, sft_loss
 from areal.algorithms.packing import Batch
@@ -24,7 +33,7 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
         raise Skipped("a GPU")
     tokens = 256 if miniature else setting["tokens"]
     path = make(setting["shape"], miniature, layers=setting.get("layers", 0), positions=tokens)
-    vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
+    vocabulary = vocabulary_of(path)
     # Compiled code is made for a number of tokens at first, then for any.
     counts = (tokens, tokens - tokens // 16 if setting.get("vary") else tokens)
     batches = [_batch(setting["lengths"], n, vocabulary, 1 + i) for i, n in enumerate(counts)]
