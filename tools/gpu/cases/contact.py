@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.gpu import reference
 from tools.gpu.models import batch_of, device, engine, make, make_tiny, vocabulary_of
 
 from areal.algorithms import packing
@@ -33,7 +34,7 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
 def _compare(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     """Largest and mean difference of logprobs, in nats; relative difference of gradient norms."""
     batch = batch_of(_LENGTHS, vocabulary_of(path))
-    exact, exact_norm = _plain(path, batch)
+    exact, exact_norm = reference.of(path, batch)
     # A CPU has one kernel.
     kernel = "packed" if miniature else setting.get("kernel")
     keys = {"dtype": setting.get("dtype"), "attn_impl": kernel, "init_from_scratch": False}
@@ -131,27 +132,6 @@ def _oom(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, Any]
             said = str(error)
         loss = _train(made, batch)["loss"]
     return {"said": said, "loss_afterwards": loss}
-
-
-def _plain(path: Path, batch: packing.Batch) -> tuple[torch.Tensor, float]:
-    """Write random weights into the directory; return their logprobs and the gradient's norm."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(path)
-    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    hf.save_pretrained(path)
-    kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **kinds)
-    parts = []
-    for row in packing.unpack(batch):
-        ids, mask = row["input_ids"], row["loss_mask"]
-        everything = exact(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        parts.append(everything.gather(-1, ids[1:, None])[:, 0][mask[1:]])
-    logprobs = torch.cat(parts)
-    torch.autograd.backward(-logprobs.mean())
-    norm = torch.nn.utils.get_total_norm([p.grad for p in exact.parameters() if p.grad is not None])
-    return logprobs.detach(), float(norm)
 
 
 _PARTS = {

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from areal.algorithms.packing import sequence_index
 from areal.chassis.logging import get_logger
 from areal.engines.model.attention.layout import PackedLayout, build_layout
-from areal.errors import InvalidInput
+from areal.errors import CannotStart, InvalidInput
 
 # How modules take the boundaries: `cu_seq_lens_q` is handed on to the kernel as `cu_seqlens`.
 _ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens")
@@ -41,7 +41,7 @@ _LIGHTNING = "LightningAttention"
 _TRIED = (5, 1, 70, 3)
 """Lengths of the trial's sequences: shorter than a convolution, and longer than a chunk."""
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Largest difference of a trial's outputs, as a part of their norm."""
+"""Largest difference of a trial's outputs, and of its gradients, as a part of their norm."""
 
 
 def modules_of(decoder: nn.Module) -> list[tuple[str, Any]]:
@@ -240,6 +240,9 @@ def choose(
     Returns:
         For each such class the keyword by which it takes them. Empty on a CPU, which has no such
         kernels.
+
+    Raises:
+        CannotStart: a class cannot be computed or trained here at all.
     """
     found = modules_of(decoder)
     if not found:
@@ -266,14 +269,26 @@ def choose(
 
 
 def _heeding(module: Any, device: torch.device, compute: torch.dtype) -> tuple[str | None, str]:
-    """The keyword by which a module's kernels heed boundaries, or why there is none."""
+    """The keyword by which a module's kernels heed boundaries, or why there is none.
+
+    Raises:
+        CannotStart: it does not compute plain rows either.
+    """
+    trial = _Trial(module, device, compute)
+    try:
+        trial.plain()
+    except Exception as error:
+        raise CannotStart(
+            f"{type(module).__name__} does not run on {device}: {_said(error)}; expected versions "
+            "of its kernels (flash-linear-attention, causal-conv1d, mamba-ssm) that work with "
+            f"torch {torch.__version__}, or none, so that transformers computes it in torch"
+        ) from error
     reasons = []
     for argument in _ARGUMENTS:
         try:
-            apart = difference(module, argument, device, compute)
+            apart = trial.difference(argument)
         except Exception as error:  # a kernel that is absent, or does not run on this device
-            text = " ".join(str(error).split())[:200]
-            reasons.append(f"{argument}: {type(error).__name__}, {text}")
+            reasons.append(f"{argument}: {_said(error)}")
             continue
         if apart <= _ROUNDING[compute]:
             return argument, ""
@@ -281,41 +296,60 @@ def _heeding(module: Any, device: torch.device, compute: torch.dtype) -> tuple[s
     return None, "; ".join(reasons)
 
 
-@torch.no_grad()
-def difference(module: Any, argument: str, device: torch.device, compute: torch.dtype) -> float:
-    """Return how far `with_boundaries` is from `by_length`, as a part of the output's norm.
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}, {' '.join(str(error).split())[:200]}"
 
-    Args:
-        module: of a model whose forward was not taken over yet; random weights take their place.
-        argument: the keyword by which it is told the boundaries.
-        device: the device that computes it.
-        compute: precision of its forward pass.
-    """
-    tried = copy.deepcopy(module).to_empty(device=device).to(compute)
-    if compute.itemsize == 2:
-        for name in float32_names(tried):
-            parameter = tried.get_parameter(name)
-            parameter.data = parameter.float()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in tried.parameters():
-        spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
-        drawn = torch.randn(parameter.shape, generator=generator) * spread
-        parameter.copy_(drawn + (parameter.ndim == 1))
-    width = next(m.in_features for m in tried.modules() if isinstance(m, nn.Linear))
-    bounds = [0]
-    for length in _TRIED:
-        bounds.append(bounds[-1] + length)
-    batch = {
-        "input_ids": torch.arange(bounds[-1]),
-        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
-        "group_index": torch.arange(len(_TRIED)),
-    }
-    layout = build_layout(batch, share_prefixes=False).map(lambda tensor: tensor.to(device))
-    x = torch.randn(1, bounds[-1], width, generator=generator).to(device, compute)
-    expected = pytree.tree_leaves(by_length(tried.forward, layout, x))[0]
-    found = pytree.tree_leaves(with_boundaries(tried.forward, argument, layout, x))[0]
-    # Of the worst sequence: a leak into a short one would drown in the long one's norm.
-    return max(
-        float((found - expected)[:, a:b].float().norm() / expected[:, a:b].float().norm())
-        for a, b in pairwise(bounds)
-    )
+
+class _Trial:
+    """A few sequences through a copy of a module with random weights, forward and backward."""
+
+    def __init__(self, module: Any, device: torch.device, compute: torch.dtype) -> None:
+        """Make the copy.
+
+        Args:
+            module: of a model whose forward was not taken over yet.
+            device: the device that computes it.
+            compute: precision of its forward pass.
+        """
+        tried = copy.deepcopy(module).to_empty(device=device).to(compute).requires_grad_(False)
+        if compute.itemsize == 2:
+            for name in float32_names(tried):
+                parameter = tried.get_parameter(name)
+                parameter.data = parameter.float()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in tried.parameters():
+            spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
+            drawn = torch.randn(parameter.shape, generator=generator) * spread
+            parameter.copy_(drawn + (parameter.ndim == 1))
+        width = next(m.in_features for m in tried.modules() if isinstance(m, nn.Linear))
+        self._bounds = [0]
+        for length in _TRIED:
+            self._bounds.append(self._bounds[-1] + length)
+        batch = {
+            "input_ids": torch.arange(self._bounds[-1]),
+            "cu_seqlens": torch.tensor(self._bounds, dtype=torch.int32),
+            "group_index": torch.arange(len(_TRIED)),
+        }
+        self._layout = build_layout(batch, share_prefixes=False).map(lambda t: t.to(device))
+        rows = torch.randn(2, self._bounds[-1], width, generator=generator).to(device, compute)
+        self._x, self._weight = rows[:1].requires_grad_(), rows[1:]
+        self._forward = tried.forward
+
+    def plain(self) -> list[Tensor]:
+        """Return output and gradient of the input, [1, tokens, hidden], by length."""
+        return self._trained(by_length(self._forward, self._layout, self._x))
+
+    def difference(self, argument: str) -> float:
+        """Return how far both are from `plain` if told the boundaries, as a part of their norm."""
+        told = with_boundaries(self._forward, argument, self._layout, self._x)
+        # Of the worst sequence: a leak into a short one would drown in the long one's norm.
+        return max(
+            float((found - expected)[:, a:b].float().norm() / expected[:, a:b].float().norm())
+            for found, expected in zip(self._trained(told), self.plain(), strict=True)
+            for a, b in pairwise(self._bounds)
+        )
+
+    def _trained(self, output: Any) -> list[Tensor]:
+        out: Tensor = pytree.tree_leaves(output)[0]
+        (gradient,) = torch.autograd.grad((out * self._weight).sum(), self._x)
+        return [out.detach(), gradient]

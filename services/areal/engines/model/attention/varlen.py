@@ -193,9 +193,9 @@ class _Cudnn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, bounds, out, log_sum_exp, seed, offset = ctx.saved_tensors
-        no_bias = query.new_empty(0)
+        # None becomes an undefined tensor, the only kind that the operator takes for no bias.
         grads = torch.ops.aten._cudnn_attention_backward(
-            grad.contiguous(), query, key, value, out, log_sum_exp, seed, offset, no_bias,
+            grad.contiguous(), query, key, value, out, log_sum_exp, seed, offset, None,
             bounds, bounds, ctx.longest, ctx.longest, 0.0, True, scale=ctx.scaling,
         )  # fmt: skip
         return *grads, None, None, None

@@ -235,13 +235,57 @@ class Heedless(Causal):
 
 def test_choice_when_a_kernel_ignores_boundaries_then_it_is_computed_by_length():
     model = Model(Causal(), Heedless())
-    assert recurrent.difference(model.layers[0], "cu_seqlens", CPU, torch.float32) < 1e-5
-    assert recurrent.difference(model.layers[1], "cu_seqlens", CPU, torch.float32) > 0.1
+    assert recurrent._Trial(model.layers[0], CPU, torch.float32).difference("cu_seqlens") < 1e-5
+    assert recurrent._Trial(model.layers[1], CPU, torch.float32).difference("cu_seqlens") > 0.1
     assert recurrent._heeding(model.layers[0], CPU, torch.float32) == ("cu_seqlens", "")
     argument, why = recurrent._heeding(model.layers[1], CPU, torch.float32)
     assert argument is None
     assert "differs by" in why
     assert "cu_seq_lens_q: TypeError" in why
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("this kernel computes\nno gradients on this GPU")
+
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.flip(1)
+
+
+class OnlyForward(Causal):
+    def forward(self, *args, **kwargs):
+        return NoBackward.apply(super().forward(*args, **kwargs))
+
+
+class WrongIfTold(Causal):
+    def forward(self, x, cu_seqlens=None, **kwargs):
+        out = super().forward(x, cu_seqlens=cu_seqlens, **kwargs)
+        return out if cu_seqlens is None else Wrong.apply(out)
+
+
+def test_choice_when_a_kernel_cannot_be_trained_then_one_line_says_so_before_the_first_step():
+    with pytest.raises(CannotStart, match=r"OnlyForward does not run on cpu: RuntimeError, this ke"
+                       r"rnel computes no gradients .*expected versions of its kernels") as refusal:  # fmt: skip
+        recurrent._heeding(OnlyForward(), CPU, torch.float32)
+    assert "\n" not in str(refusal.value)
+
+
+def test_choice_when_gradients_ignore_boundaries_then_it_is_computed_by_length():
+    argument, why = recurrent._heeding(WrongIfTold(), CPU, torch.float32)
+    assert argument is None
+    assert "cu_seqlens: differs by" in why
 
 
 @pytest.mark.process
