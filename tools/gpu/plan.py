@@ -91,7 +91,7 @@ CASES = (
                 for part in ("offload", "lora", "ref", "critic", "resume", "export", "oom")
             ),
         ),
-        try_s=15,
+        try_s=40,  # the first one imports as much again
     ),
     Case(
         "families",

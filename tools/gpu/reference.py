@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,12 +20,15 @@ from areal.algorithms import packing
 _KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
 
 
-def of(path: Path, batch: packing.Batch) -> tuple[torch.Tensor, float]:
-    """Write random weights into the directory; return their logprobs and the gradient's norm."""
+def begin(path: Path, batch: packing.Batch) -> Future[tuple[list[float], float]]:
+    """Write random weights into the directory; the result: their logprobs, the gradient's norm."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(path)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     # Lists, because tensors would be shared through files.
-    given = {name: x.tolist() for name, x in batch.items()}
-    logprobs, norm = _process().submit(_compute, path, given).result(60)
-    return torch.tensor(logprobs, dtype=torch.float64), norm
+    return _process().submit(_compute, path, {name: x.tolist() for name, x in batch.items()})
 
 
 @cache
@@ -40,13 +43,9 @@ def _without_kernels() -> None:
 
 
 def _compute(path: Path, given: dict[str, list[int]]) -> tuple[list[float], float]:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     batch = {name: torch.tensor(values) for name, values in given.items()}
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(path)
-    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    hf.save_pretrained(path)
     kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
     exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **kinds)
     parts = []
