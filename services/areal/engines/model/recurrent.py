@@ -247,11 +247,12 @@ def choose(
     found = modules_of(decoder)
     if not found:
         return {}
+    width = hf.config.get_text_config().hidden_size
     one_of = {type(module): module for _, module in reversed(found)}
     chosen: dict[type, str] = {}
     why: dict[str, str] = {}
     for kind, module in one_of.items() if device.type != "cpu" else ():
-        argument, reason = _heeding(module, device, compute)
+        argument, reason = _heeding(module, width, device, compute)
         if argument is None:
             why[kind.__name__] = reason
         else:
@@ -268,13 +269,17 @@ def choose(
     return chosen
 
 
-def _heeding(module: Any, device: torch.device, compute: torch.dtype) -> tuple[str | None, str]:
+def _heeding(
+    module: Any, width: int, device: torch.device, compute: torch.dtype
+) -> tuple[str | None, str]:
     """The keyword by which a module's kernels heed boundaries, or why there is none.
 
     Raises:
         CannotStart: it does not compute plain rows either.
     """
-    trial = _Trial(module, device, compute)
+    if type(module).__name__.endswith(_LIGHTNING):
+        return None, "it has no kernels of its own"
+    trial = _Trial(module, width, device, compute)
     try:
         trial.plain()
     except Exception as error:
@@ -303,11 +308,12 @@ def _said(error: Exception) -> str:
 class _Trial:
     """A few sequences through a copy of a module with random weights, forward and backward."""
 
-    def __init__(self, module: Any, device: torch.device, compute: torch.dtype) -> None:
+    def __init__(self, module: Any, width: int, device: torch.device, compute: torch.dtype) -> None:
         """Make the copy.
 
         Args:
             module: of a model whose forward was not taken over yet.
+            width: of the hidden states it takes.
             device: the device that computes it.
             compute: precision of its forward pass.
         """
@@ -321,7 +327,6 @@ class _Trial:
             spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
             drawn = torch.randn(parameter.shape, generator=generator) * spread
             parameter.copy_(drawn + (parameter.ndim == 1))
-        width = next(m.in_features for m in tried.modules() if isinstance(m, nn.Linear))
         self._bounds = [0]
         for length in _TRIED:
             self._bounds.append(self._bounds[-1] + length)

@@ -5,7 +5,7 @@
 | `packed` | nothing: any device and precision | |
 | `varlen`, torch's own | a GPU, Ampere or later, 16 bits | softcaps, sinks, heads wider than 256 |
 | `varlen_repeat_kv` | the same; copies keys and values to each head | as `varlen` |
-| `varlen_cudnn` | the same; taken only if it is named | as `varlen`, and sliding windows |
+| `varlen_cudnn` | the same; only if it is named; for long sequences | as `varlen`, and windows |
 | `flash_attention_2` | the same, and the package flash_attn | sinks, heads wider than 256 |
 | `flash_attention_3` | the same on Hopper, and flash_attn_interface | as `varlen` |
 
@@ -31,6 +31,7 @@ from areal.engines.model.attention.packed import packed_attention
 from areal.engines.model.attention.ulysses import Attention, across_ranks
 from areal.engines.model.attention.varlen import (
     CUDNN,
+    CUDNN_FROM,
     FLASH_2,
     FLASH_3,
     PACKAGES,
@@ -98,11 +99,14 @@ def _failure(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -
     if device.type == "cpu":  # its only kernel is the one that the tests of this project run
         return None
     try:
-        attend = attention_function(kernel)
-        for shape in trial.shapes_of(hf.config.get_text_config()):
-            why = trial.difference(attend, shape, device, compute, buckets=kernel == PACKED)
-            if why is not None:
-                return why
+        found = [attention_function(kernel)]
+        if kernel == CUDNN:  # also what it does with long sequences
+            found.append(attention_function(kernel, cudnn_from=1))
+        for attend in found:
+            for shape in trial.shapes_of(hf.config.get_text_config()):
+                why = trial.difference(attend, shape, device, compute, buckets=kernel == PACKED)
+                if why is not None:
+                    return why
     except Exception as error:
         return in_a_line(error)
     return None
@@ -176,15 +180,22 @@ def registered_name(kernel: str) -> str:
     return name
 
 
-def attention_function(kernel: str) -> Attention:
+def attention_function(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Attention:
     """Return the attention function that an architecture calls, with its options.
+
+    Args:
+        kernel: its name.
+        cudnn_from: for `bind`.
 
     Raises:
         CannotStart: the installed version of the kernel lacks an argument that is needed.
         ImportError: the kernel is not there.
     """
     compute: Callable[..., Tensor]
-    compute = packed_attention if kernel == PACKED else partial(varlen_attention, bind(kernel))
+    if kernel == PACKED:
+        compute = packed_attention
+    else:
+        compute = partial(varlen_attention, bind(kernel, cudnn_from=cudnn_from))
 
     def attend(
         module: Any,

@@ -48,8 +48,8 @@ class PackedLayout:
     """Position of each computed token in its sequence, int64 [U]."""
     cu_seqlens: Tensor
     """Where sequences begin among the batch's tokens, and the end, int32 [S + 1]."""
-    longest: int
-    """Tokens of the longest sequence."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
     shared: bool
     """Whether fewer tokens are computed than the batch has."""
     buckets: tuple[Bucket, ...] = ()
@@ -60,6 +60,11 @@ class PackedLayout:
     """What layers of type `chunked_attention` read instead: chunks in the places of sequences and
     of batch tokens. None: there are no such layers, or no sequence is longer than a chunk."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths, default=0)
+
     def map(self, move: Callable[[Tensor], Tensor]) -> PackedLayout:
         """Return the same layout with each tensor moved, for example to a device."""
         return PackedLayout(
@@ -67,7 +72,7 @@ class PackedLayout:
             locate=move(self.locate),
             position_ids=move(self.position_ids),
             cu_seqlens=move(self.cu_seqlens),
-            longest=self.longest,
+            lengths=self.lengths,
             shared=self.shared,
             buckets=tuple(Bucket(move(b.index), b.sequences, b.longest) for b in self.buckets),
             output=None if self.output is None else move(self.output),
@@ -108,7 +113,7 @@ def build_layout(
         locate=locate,
         position_ids=offsets[computed],
         cu_seqlens=cu_seqlens.int(),
-        longest=max(cu_seqlens.diff().tolist(), default=0),
+        lengths=tuple(cu_seqlens.diff().tolist()),
         shared=len(computed) < len(offsets),
     )
     chunks = None
@@ -134,7 +139,7 @@ def _in_chunks(layout: PackedLayout, begins: Tensor) -> PackedLayout:
         computed=(kept.long().cumsum(0) - 1)[layout.computed],
         locate=layout.locate[kept],
         cu_seqlens=ends.int(),
-        longest=int(ends.diff().max()),
+        lengths=tuple(ends.diff().tolist()),
         shared=int(ends[-1]) > len(layout.computed),
     )
 

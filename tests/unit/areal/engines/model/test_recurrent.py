@@ -235,10 +235,10 @@ class Heedless(Causal):
 
 def test_choice_when_a_kernel_ignores_boundaries_then_it_is_computed_by_length():
     model = Model(Causal(), Heedless())
-    assert recurrent._Trial(model.layers[0], CPU, torch.float32).difference("cu_seqlens") < 1e-5
-    assert recurrent._Trial(model.layers[1], CPU, torch.float32).difference("cu_seqlens") > 0.1
-    assert recurrent._heeding(model.layers[0], CPU, torch.float32) == ("cu_seqlens", "")
-    argument, why = recurrent._heeding(model.layers[1], CPU, torch.float32)
+    assert recurrent._Trial(model.layers[0], 3, CPU, torch.float32).difference("cu_seqlens") < 1e-5
+    assert recurrent._Trial(model.layers[1], 3, CPU, torch.float32).difference("cu_seqlens") > 0.1
+    assert recurrent._heeding(model.layers[0], 3, CPU, torch.float32) == ("cu_seqlens", "")
+    argument, why = recurrent._heeding(model.layers[1], 3, CPU, torch.float32)
     assert argument is None
     assert "differs by" in why
     assert "cu_seq_lens_q: TypeError" in why
@@ -276,25 +276,30 @@ class WrongIfTold(Causal):
 
 
 def test_choice_when_a_kernel_cannot_be_trained_then_one_line_says_so_before_the_first_step():
-    with pytest.raises(CannotStart, match=r"OnlyForward does not run on cpu: RuntimeError, this ke"
-                       r"rnel computes no gradients .*expected versions of its kernels") as refusal:  # fmt: skip
-        recurrent._heeding(OnlyForward(), CPU, torch.float32)
+    message = (
+        r"^OnlyForward does not run on cpu: RuntimeError, this kernel computes no gradients on "
+        r"this GPU; expected versions of its kernels"
+    )
+    with pytest.raises(CannotStart, match=message) as refusal:
+        recurrent._heeding(OnlyForward(), 3, CPU, torch.float32)
     assert "\n" not in str(refusal.value)
 
 
 def test_choice_when_gradients_ignore_boundaries_then_it_is_computed_by_length():
-    argument, why = recurrent._heeding(WrongIfTold(), CPU, torch.float32)
+    argument, why = recurrent._heeding(WrongIfTold(), 3, CPU, torch.float32)
     assert argument is None
     assert "cu_seqlens: differs by" in why
 
 
 @pytest.mark.process
-def test_choice_when_only_torch_functions_are_there_then_it_is_computed_by_length():
-    for kind in ("qwen3_next", "lfm2"):
-        ((_, module), *_) = recurrent.modules_of(tiny_model(kind, 0))
-        argument, why = recurrent._heeding(module, CPU, torch.float32)
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_5_text", "nemotron_h", "falcon_h1", "zamba2"])
+def test_choice_when_only_torch_functions_are_there_then_it_is_computed_by_length(kind):
+    hf = tiny_model(kind, 0)
+    width = hf.config.hidden_size
+    for module in {type(m): m for _, m in recurrent.modules_of(hf)}.values():
+        argument, why = recurrent._heeding(module, width, CPU, torch.float32)
         assert argument is None
-        assert "differs by" in why or "packed sequences apart" in why
+        assert any(each in why for each in ("differs by", "sequences apart", "no kernels"))
 
 
 # -- the engine ------------------------------------------------------------------------------------
