@@ -86,13 +86,17 @@ def test_case_when_run_in_miniature_on_a_bare_machine_then_each_try_gives_figure
         assert line["outcome"] == "ok" or line.get("why") == "needs a GPU", line
         assert {"seconds", "at", "gpu", "torch"} <= set(line)
         if "largest" in line:
-            assert line["largest"] < 1e-5, line
-            assert line.get("gradient", 0.0) < 1e-5, line
+            # A CPU computes in float32 unless it is told otherwise.
+            narrow = line["setting"].get("dtype") == "bfloat16"
+            assert line["largest"] < (0.02 if narrow else 1e-5), line
+            assert line.get("gradient", 0.0) < (0.02 if narrow else 1e-5), line
     if case.name == "contact":
         by_part = {line["setting"].get("with"): line for line in lines}
         assert by_part["resume"]["difference"] == 0.0
         assert by_part["lora"]["at_first"] == 0.0
         assert "gradient_checkpointing" in by_part["oom"]["said"]
+    if case.name == "turns":
+        assert lines[0]["difference"] == 0.0
     if case.name == "rest":
         assert lines[0]["stack"].startswith("needs ")
         assert lines[0]["last_loss"] < lines[0]["first_loss"]
