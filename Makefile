@@ -10,6 +10,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Many processes share few cores, so each uses one thread.
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
+# Tests start hundreds of our processes: compiled once, or each time where this is set.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup gpu-kit demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models signatures lock manifests e2e-kubernetes verify bench scale soak learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-clients test-agents-sdk test-verifiers test-liger test-transformers images e2e-compose clean

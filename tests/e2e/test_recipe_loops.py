@@ -42,6 +42,7 @@ def test_loop_of_the_documents_when_run_as_written_then_trains_its_steps(tmp_pat
     assert summary["accounting"]["trained"] == summary["accounting"]["submitted"] == 24
 
 
+@pytest.mark.long
 def test_group_when_an_answer_cannot_be_judged_then_it_trains_with_its_siblings(
     tmp_path: Path,
 ) -> None:
@@ -175,6 +176,7 @@ def test_eval_only_when_run_then_every_answer_is_kept_and_nothing_is_trained(
     assert "staleness" not in done.stdout.rpartition("finished after 0 steps")[2]
 
 
+@pytest.mark.long
 def test_own_loss_when_run_in_miniature_then_its_numbers_are_in_the_rows(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", seed=0)
     stack = RunningStack(tmp_path / "runs" / "own-loss" / "demo")

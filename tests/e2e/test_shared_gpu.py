@@ -100,6 +100,7 @@ def test_run_when_servers_and_trainer_share_devices_then_it_learns_and_the_books
     )
 
 
+@pytest.mark.long
 def test_run_when_processes_are_killed_while_servers_sleep_then_it_learns_and_the_books_balance(
     tmp_path: Path,
 ) -> None:

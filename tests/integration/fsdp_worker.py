@@ -1,10 +1,11 @@
-"""What each torchrun rank of test_fsdp_torchrun.py does: train on its share of seeded batches.
+"""What each rank of test_fsdp_ranks.py does: train on its share of seeded batches.
 
-Argument: a JSON list of jobs {config, seeds, groups, out, save_at?, save_to?, resume?, gradients?,
-background?, one_token?, hub?, critic?}, run one after the other by a fresh engine each. With
-`critic`, its settings, there is one beside the actor, whose weights come out, too. With `one_token`
-the batch begins with a sequence of one token, which is in no loss. With `hub` the trained weights
-are saved in that folder, and what is loaded from it again is what comes out.
+Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, seeds,
+groups, out, save_at?, save_to?, resume?, gradients?, background?, one_token?, hub?, critic?}. Each
+is run by a fresh engine. With `critic`, its settings, there is one beside the actor, whose weights
+come out, too. With `one_token` the batch begins with a sequence of one token, which is in no loss.
+With `hub` the trained weights are saved in that folder, and what is loaded from it again is what
+comes out.
 """
 
 import json
@@ -14,13 +15,13 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
+from tests.integration.forked_ranks import run_launches
 from tests.unit.areal.engines.hub_families import scatter
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.algorithms import packing
 from areal.config.training import CriticConfig, PPOActorConfig
 from areal.engines.fsdp import FSDPEngine
-from areal.engines.parallel.mesh import join_process_group, local_device
 from areal.engines.ppo import PPOActor
 from areal.engines.ppo_value import PPOCritic
 from areal.training.ranks import gather_json
@@ -114,8 +115,4 @@ def run(job):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    join_process_group(local_device(), timeout_seconds=60)
-    for each in json.loads(sys.argv[1]):
-        run(each)
-    torch.distributed.destroy_process_group()
+    run_launches(sys.argv[1], json.loads(sys.argv[2]), run)

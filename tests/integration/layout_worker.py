@@ -2,22 +2,18 @@
 
 Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
 gradients?, save_to?, resume?, export?, kernel?, tested?, free?, images?}. All ranks of a share get
-the same groups. They are forks of a process that has imported everything: imports take most of the
-time of models this small.
+the same groups.
 """
 
 import json
-import multiprocessing
 import sys
 from contextlib import ExitStack
-from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import patch
 
-import torch
-import torch.distributed as dist
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
+from tests.integration.forked_ranks import run_launches
 from tests.integration.fsdp_worker import share_of
 from tests.unit.areal.engines.image_batches import image_batch
 from tests.unit.areal.engines.model.attention.flash_on_cpu import torch_kernels
@@ -83,27 +79,5 @@ def train(job):
     engine.destroy()
 
 
-def rank_of(rank, world, meet, jobs):
-    store = dist.FileStore(meet, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    for each in jobs:
-        run(each)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    forking = multiprocessing.get_context("fork")
-    for ranks, jobs in json.loads(sys.argv[2]):
-        meet = str(Path(sys.argv[1]) / f"meet{ranks}")
-        forks = [
-            forking.Process(target=rank_of, args=(rank, ranks, meet, jobs), daemon=True)
-            for rank in range(ranks)
-        ]
-        for each in forks:
-            each.start()
-        wait([each.sentinel for each in forks if each.is_alive()])
-        for each in forks:
-            each.join(60 if any(other.exitcode for other in forks) else None)
-        if any(each.exitcode for each in forks):
-            sys.exit(f"ranks of {ranks} ended with {[each.exitcode for each in forks]}")
+    run_launches(sys.argv[1], json.loads(sys.argv[2]), run)

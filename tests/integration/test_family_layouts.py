@@ -15,7 +15,7 @@ LAYOUTS = {
 }
 
 
-SHORT = {"llama4_text", "gemma3"}
+SHORT = {"gemma3"}
 
 
 def kinds():

@@ -12,7 +12,9 @@ from tests.unit.areal.engines.train_fixtures import assert_gradients_close
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.long), "qwen3_vl"]
+)
 def runs(request, tmp_path_factory):
     """Ranks and kind of job -> (tensors, statistics per step)."""
     folder = tmp_path_factory.mktemp(request.param)

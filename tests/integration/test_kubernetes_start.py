@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,7 +122,10 @@ def test_run_when_prepare_gives_up_then_so_does_the_run_in_its_words(
 def test_run_when_the_model_is_still_being_fetched_then_pods_may_wait_for_it(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_launch.commands.kubernetes.LOOK_INTERVAL_S", 0.3)
+    monkeypatch.setattr("areal_launch.commands.kubernetes.LOOK_INTERVAL_S", 0.01)
+    # Each look takes more than half of the deadline, however busy this machine is.
+    clock = SimpleNamespace(monotonic=lambda: 0.3 * looks)
+    monkeypatch.setattr("areal_launch.commands.kubernetes.time", clock)
     preparing = waiting("prepare", "") | {"status": {"phase": "Running"}}
     cluster.pods(waiting("buffer", "PodInitializing"), preparing)
     cluster.log("prepare", "3 of 9 GiB\n")

@@ -13,7 +13,7 @@ from tests.unit.areal.engines.train_fixtures import assert_gradients_close
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1200
-STEPS = list(range(10))
+STEPS = list(range(6))
 # By number of ranks. Qwen3 has norms of its heads' queries and keys, Qwen2 biases of projections.
 DENSE = {1: ["d1"], 2: ["d2", "d2s1", "d1t2", "d1c2"], 4: ["d2t2", "d2c2", "d1t2c2", "d4s2"]}
 # With adapters, whose model is not spread over a tensor group.
@@ -108,12 +108,12 @@ def runs(tmp_path_factory):
                 parts = [str(folder / f"{kind}-part{n}") for n in (0, 1)]
                 first, then, last = (job(kind, each, "float64", resume="") for each in layouts)
                 first.pop("resume")
-                jobs.append({**first, "seeds": STEPS[:3], "save_to": parts[0]})
-                jobs.append({**then, "seeds": STEPS[:6], "resume": parts[0], "save_to": parts[1]})
+                jobs.append({**first, "seeds": STEPS[:2], "save_to": parts[0]})
+                jobs.append({**then, "seeds": STEPS[:4], "resume": parts[0], "save_to": parts[1]})
                 jobs.append({**last, "resume": parts[1]})
             adapters = {"lora": {"rank": 4}, "export": True}
             half = str(folder / "half-lora")
-            jobs.append(job("qwen3", "d4s2", "float64", seeds=STEPS[:5], save_to=half, **adapters))
+            jobs.append(job("qwen3", "d4s2", "float64", seeds=STEPS[:3], save_to=half, **adapters))
             jobs.append(job("qwen3", "d2c2", "float64", resume=half, **adapters))
         launches.append([ranks, jobs])
     return Runs(folder, launches)
@@ -201,7 +201,7 @@ def test_weights_when_a_run_resumes_in_other_layouts_then_equal_those_of_one_ran
 ):
     last = RESUMED[kind][-1]
     (ours, rows), (one, _) = runs[f"{kind}-{last}-float64-resume"], runs[f"{kind}-d1-float64-"]
-    assert len(rows) == 4
+    assert len(rows) == 2
     assert_weights_close(ours, one, relative)
 
 
@@ -229,5 +229,5 @@ def test_export_when_adapters_resume_in_another_layout_then_equals_that_of_one_r
     (ours, rows), (one, _) = (
         runs[f"qwen3-{each}-lora"] for each in ("d2c2-float64-resume-export", "d1-float64-export")
     )
-    assert len(rows) == 5
+    assert len(rows) == 3
     assert_weights_close(ours, one, 1e-10)

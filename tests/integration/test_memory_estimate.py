@@ -15,7 +15,7 @@ from tests.integration.stack_tools import environment
     "options",
     [
         {"gradient_checkpointing": False},
-        {"gradient_checkpointing": "selective"},
+        pytest.param({"gradient_checkpointing": "selective"}, marks=pytest.mark.long),
         {"dtype": "bfloat16", "gradient_checkpointing": True},
     ],
     ids=str,

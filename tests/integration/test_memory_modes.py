@@ -19,12 +19,12 @@ COMPILED = [mode for mode in MODES if mode not in EAGER]
 # Number of ranks, whether it is long, (kind of model, layout) -> modes.
 CASES = [
     (1, False, {("qwen3", "d1"): EAGER, ("qwen3_moe", "d1"): ["plain"]}),
-    (2, False, {("qwen3", "d2"): EAGER}),
+    (2, False, {("qwen3", "d2"): ["plain", "inputs_on_host", "states_on_host"]}),
     (1, True, {("qwen3", "d1"): COMPILED}),
     (
         *(2, True),
         {
-            ("qwen3", "d2"): COMPILED,
+            ("qwen3", "d2"): ["selective", "full", *COMPILED],
             ("qwen3", "d1t2"): EAGER,
             ("qwen3", "d1c2"): EAGER,
             ("qwen3_moe", "d2e2"): EAGER,

@@ -61,25 +61,36 @@ def functions_of(thing: object) -> Iterator[FunctionType]:
 
 
 class ProcessCode:
-    """Finds what starts a process; remembers what it has read."""
+    """Finds what starts a process; remembers what it has read and found.
+
+    Thousands of tests mention the same functions, so each of these is followed once.
+    """
 
     def __init__(self) -> None:
+        self._found: dict[CodeType, bool] = {}
         self._read: dict[CodeType, tuple[bool, list[FunctionType]]] = {}
         self._modules: dict[str, bool] = {}
 
     def starts_process(self, *things: object) -> bool:
         """Whether the code of one of these mentions what starts a process, however deep."""
-        ahead = [function for thing in things for function in functions_of(thing)]
-        seen: set[CodeType] = set()
+        return any(self._starts(each) for thing in things for each in functions_of(thing))
+
+    def _starts(self, first: FunctionType) -> bool:
+        """Whether a function does, or one that it mentions."""
+        ahead, seen = [first], set[CodeType]()
         while ahead:
             function = ahead.pop()
-            if function.__code__ in seen:
+            code = function.__code__
+            if code in seen or self._found.get(code) is False:
                 continue
-            seen.add(function.__code__)
-            starts, uses = self._mentions(function)
+            seen.add(code)
+            starts, uses = (True, []) if code in self._found else self._mentions(function)
             if starts:
+                self._found[code] = self._found[first.__code__] = True
                 return True
             ahead += uses
+        # All that was reached from here was followed to its end.
+        self._found.update(dict.fromkeys(seen, False))
         return False
 
     def _mentions(self, function: FunctionType) -> tuple[bool, list[FunctionType]]:

@@ -6,6 +6,7 @@ and no network is needed.
 
 import ast
 import json
+from functools import cache
 
 import pytest
 from tools.api_signatures import FILE, FOLDERS, VERSIONS, Sources, accepts
@@ -14,7 +15,6 @@ from tools.api_uses import Use, _Reader, uses
 from areal.engines.versions import SUPPORTED
 
 WRITTEN = json.loads(FILE.read_text())
-USES = uses(FOLDERS)
 PLANS = "layouts with t or e are refused before 5.23 (plans._check_version)"
 HANDLED = {
     "transformers.PreTrainedModel.activation_checkpointing_enable": "getattr, else the older name",
@@ -29,6 +29,12 @@ HANDLED = {
     "transformers.distributed.parallel_utils._AllReduceBackward.apply": PLANS,
 }
 """Names that some supported version lacks or takes otherwise -> what the code does there."""
+
+
+@cache
+def our_uses():
+    """Reads all of our code, for seconds: not when tests are collected."""
+    return uses(FOLDERS)
 
 
 def faults(use):
@@ -49,7 +55,7 @@ def faults(use):
 def test_uses_when_compared_with_every_supported_version_then_each_has_them():
     found = [
         f"{use.where}: {use.name}, {version}: {why}"
-        for use in USES
+        for use in our_uses()
         for version, why in faults(use)
         if use.name not in HANDLED
     ]
@@ -57,7 +63,7 @@ def test_uses_when_compared_with_every_supported_version_then_each_has_them():
 
 
 def test_handled_when_a_version_is_no_longer_supported_then_no_entry_is_left_behind():
-    unsupported = {use.name for use in USES if list(faults(use))}
+    unsupported = {use.name for use in our_uses() if list(faults(use))}
     assert set(HANDLED) <= unsupported
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
@@ -225,17 +226,27 @@ def _resolve(schema: type[ConfigT], parts: list[tuple[DictConfig, str]]) -> Conf
     """Defaults, the algorithm's preset, then each part over what is there."""
 
     def merged(config: DictConfig) -> DictConfig:
-        for part, source in parts:
-            config = _merge(config, part, schema, source)
-        return config
+        try:  # each merge copies the whole configuration, so all in one
+            return cast("DictConfig", OmegaConf.merge(config, *(part for part, _ in parts)))
+        except (OmegaConfBaseException, ValueError, TypeError):
+            for part, source in parts:  # the error names the part
+                config = _merge(config, part, schema, source)
+            return config
 
-    base = OmegaConf.structured(schema)
+    result = merged(base := _defaults(schema))
     if issubclass(schema, GRPOConfig):
-        said = merged(base)
-        base = OmegaConf.merge(base, preset(said.algorithm, said.gconfig.max_new_tokens))
-    result = cast("ConfigT", OmegaConf.to_object(merged(base)))
-    validate(result)
-    return result
+        chosen = preset(result.algorithm, result.gconfig.max_new_tokens)
+        if any(chosen.values()) or "critic" in chosen:
+            result = merged(cast("DictConfig", OmegaConf.merge(base, chosen)))
+    config = cast("ConfigT", OmegaConf.to_object(result))
+    validate(config)
+    return config
+
+
+@cache
+def _defaults(schema: type[BaseExperimentConfig]) -> DictConfig:
+    """A schema's defaults, which are only read: a merge copies them."""
+    return cast("DictConfig", OmegaConf.structured(schema))
 
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]*(/[\w.=+-]+)*/?")

@@ -155,6 +155,7 @@ def test_one_layer_when_cut_then_heads_keep_their_width() -> None:
     assert seeing["text_config"]["vocab_size"] == QWEN2_5_7B["vocab_size"]
 
 
+@pytest.mark.long
 def test_pair_when_two_ranks_join_then_they_sum(tmp_path: Path) -> None:
     ran = subprocess.run(
         [

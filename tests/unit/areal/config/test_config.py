@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -118,3 +118,22 @@ def test_recipe_config_when_service_reads_it_then_own_keys_are_ignored(tmp_path)
 def test_parse_allocation_when_valid_then_counts(text, inference, ranks):
     allocation = parse_allocation(text)
     assert (allocation.inference_replicas, allocation.trainer_ranks) == (inference, ranks)
+
+
+def test_config_when_one_was_changed_by_its_reader_then_the_next_has_the_defaults() -> None:
+    """The defaults are made once in a process."""
+    first = build_config(GRPOConfig, None, ["critic={}"])
+    expected = asdict(build_config(GRPOConfig, None))
+    first.gconfig.max_new_tokens += 1
+    first.endpoints.inference.append("http://127.0.0.1:1")
+    first.actor.loss_constants["changed"] = 1.0
+    assert asdict(build_config(GRPOConfig, None)) == expected
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_override_when_one_of_several_is_wrong_then_it_is_named(algorithm: str, wrong: int) -> None:
+    overrides = [f"algorithm={algorithm}", "seed=7", "trial_name=b"]
+    overrides[wrong] = "gconfig.max_new_tokens=many"
+    with pytest.raises(ConfigError, match=r"^override 'gconfig.max_new_tokens=many': "):
+        build_config(GRPOConfig, None, overrides)

@@ -132,6 +132,7 @@ def sample(student: FSDPEngine, generator: torch.Generator) -> packing.Batch:
     return pack_examples([(ids[:-2], ids[-2:]) for ids in sequences])
 
 
+@pytest.mark.long
 def test_student_when_it_learns_from_its_own_samples_then_closes_the_gap_to_its_teacher(
     taught_dir: Path,
 ) -> None:

@@ -128,7 +128,7 @@ def test_number_when_the_model_has_the_vocabularys_head_then_refused(model_dir: 
     engine.destroy()
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.long), LoraConfig(rank=4)])
 def test_number_when_scores_of_pairs_are_trained_then_the_chosen_ones_are_preferred(
     model_dir: Path, lora: LoraConfig | None
 ) -> None:

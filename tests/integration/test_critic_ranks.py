@@ -1,7 +1,7 @@
 """A critic, sequence weights and M2PO's choice over several ranks: as on one, and resumed."""
 
 import pytest
-from tests.integration.test_fsdp_torchrun import LIMIT_S, Launches, assert_weights_close
+from tests.integration.test_fsdp_ranks import LIMIT_S, Launches, assert_weights_close
 
 from areal.models.tiny import make_tiny_model
 
@@ -42,8 +42,10 @@ def runs(tmp_path_factory):
         ]
 
     half = checkpoint("half")
-    launches.launch(1, [*common(1), job("half", **critic, save_at=2, save_to=half)])
-    launches.launch(2, [*common(2), job("one-then-two", **critic, resume=half)])
+    launches.launch(
+        (1, [*common(1), job("half", **critic, save_at=2, save_to=half)]),
+        (2, [*common(2), job("one-then-two", **critic, resume=half)]),
+    )
     return launches
 
 
