@@ -15,17 +15,17 @@ _COUNTED = {TIMEOUTS: "reward/timeouts", SPLITS: "rollout/splits"}
 def describe_rewards(groups: Sequence[TrajectoryGroup], world_size: int) -> dict[str, float]:
     """Describes the rewards of a batch and their parts, on all ranks alike. Collective.
 
-    A part is a mean over the trajectories that have it. Those of `_COUNTED` are sums: only the
-    trajectories that are counted have them. An update of the actor describes the rewards that it
-    used.
+    A part is a mean over the trajectories that have it. Those of `_COUNTED` are sums, and 0 if no
+    trajectory has them: only the trajectories that are counted do. An update of the actor describes
+    the rewards that it used.
 
     Args:
         groups: This rank's share of the batch; may be empty.
         world_size: How many ranks call this.
 
     Returns:
-        `reward/mean`, `reward/std` (of a sample), `reward/lowest` and `reward/highest`, unless the
-        batch is empty; `reward/PART`, and the names in `_COUNTED`.
+        `reward/mean`, `reward/std` (of a sample), `reward/lowest`, `reward/highest` and the names
+        in `_COUNTED`, unless the batch is empty; `reward/PART`.
     """
     trajectories = [each for group in groups for each in group.trajectories]
     mine: dict[str, list[float]] = {}
@@ -50,6 +50,7 @@ def describe_rewards(groups: Sequence[TrajectoryGroup], world_size: int) -> dict
             "reward/std": math.sqrt(squares / max(len(rewards) - 1, 1)),
             "reward/lowest": min(rewards),
             "reward/highest": max(rewards),
+            **dict.fromkeys(_COUNTED.values(), 0.0),
         }
     return found | {
         _COUNTED.get(name, f"reward/{name}"): value if name in _COUNTED else value / count

@@ -60,14 +60,14 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "reward/timeouts",
             "answers",
             "answers of the batch that a built-in reward scored 0 because they would take too long "
-            "to judge; absent if there are none ([rewards](rewards.md#built-in-rewards))",
+            "to judge ([rewards](rewards.md#built-in-rewards))",
         ),
         Metric(
             "rollout/splits",
             "trajectories",
             "trajectories of the batch that repeat the history of an earlier one of their attempt "
-            "instead of continuing it, since the agent changed the history; absent if there are "
-            "none ([agents](agents.md#frameworks-that-split-conversations))",
+            "instead of continuing it, since the agent changed the history "
+            "([agents](agents.md#frameworks-that-split-conversations))",
         ),
         Metric(
             "group/zero_std",
@@ -199,6 +199,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "share of the returns' variance that the values explain; at most 1",
         ),
         Metric("critic/clip_ratio", "share of tokens", "tokens whose value was clipped"),
+        Metric(
+            "critic/warmup",
+            "",
+            "1 in the first `critic.warmup_steps` steps, which train only the critic; then 0",
+        ),
     ),
     "Optimizer": (
         Metric(

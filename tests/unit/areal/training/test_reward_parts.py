@@ -16,3 +16,9 @@ def test_parts_when_they_count_trajectories_then_summed_and_else_averaged() -> N
     assert row["reward/correct"] == 0.5
     assert row["rollout/splits"] == 2.0
     assert row["reward/timeouts"] == 1.0
+
+
+def test_counts_when_nothing_is_counted_then_0_in_each_row() -> None:
+    row = describe_rewards([group("a", 1.0, 0.0)], world_size=1)
+    assert (row["reward/timeouts"], row["rollout/splits"]) == (0.0, 0.0)
+    assert describe_rewards([], world_size=1) == {}
