@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from areal.training.session import TrainerSession, current_session
 from areal.training.submission import Submission
 from areal.types import GenerationHyperparameters, Purpose, Task, WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
-from areal.workflows.rlvr import check_prompts
+from areal.workflows.prompt_limits import check_prompts
 from areal.workflows.specs import describe_workflow, recipe_of
 
 # One poll while the ledger refuses rows: so soon may they be offered again.
@@ -230,14 +231,14 @@ class RemoteSGLangEngine:
 
     def _check_prompts(self, workflow: RolloutWorkflow, rows: Sequence[Mapping[str, Any]]) -> None:
         """Refuses rows that no server would take, before the first step."""
-        model = self.session.config.model
+        length = self.session.config.model.context_length
+        self.session.on_rank0(
+            lambda: check_prompts(workflow, rows, lambda: self._tokenizer, length)
+        )
 
-        def check() -> None:
-            check_prompts(
-                workflow, rows, lambda: Tokenizer.load(Path(model.path)), model.context_length
-            )
-
-        self.session.on_rank0(check)
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(Path(self.session.config.model.path))
 
     def _describe(self, workflow: RolloutWorkflow) -> WorkflowSpec:
         """Describes the workflow by digest and stores the recipe's source, once."""
