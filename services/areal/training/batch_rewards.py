@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from areal.training.ranks import gather_json
-from areal.types import SPLITS, TIMEOUTS, TrajectoryGroup
+from areal.types import SPLITS, TIMEOUTS, TrajectoryGroup, split_field, split_message
 
 _COUNTED = {TIMEOUTS: "reward/timeouts", SPLITS: "rollout/splits"}
 
@@ -25,7 +26,8 @@ def describe_rewards(groups: Sequence[TrajectoryGroup], world_size: int) -> dict
 
     Returns:
         `reward/mean`, `reward/std` (of a sample), `reward/lowest`, `reward/highest` and the names
-        in `_COUNTED`, unless the batch is empty; `reward/PART`.
+        in `_COUNTED`, unless the batch is empty; `reward/PART`; and, if conversations split,
+        `rollout/splits/FIELD` and `rollout/splits_message`.
     """
     trajectories = [each for group in groups for each in group.trajectories]
     mine: dict[str, list[float]] = {}
@@ -33,11 +35,13 @@ def describe_rewards(groups: Sequence[TrajectoryGroup], world_size: int) -> dict
         for name, value in trajectory.reward_parts.items():
             total = mine.setdefault(name, [0.0, 0.0])
             total[0], total[1] = total[0] + value, total[1] + 1
-    own: Any = [[float(each.reward) for each in trajectories], mine]
+    splits = [each.split for each in trajectories if each.split]
+    own: Any = [[float(each.reward) for each in trajectories], mine, splits]
     rewards: list[float] = []
+    changed: list[str] = []
     sums: dict[str, list[float]] = {}
-    for there, parts in [own] if world_size == 1 else gather_json(own):
-        rewards += there
+    for there, parts, paths in [own] if world_size == 1 else gather_json(own):
+        rewards, changed = rewards + there, changed + paths
         for name, (value, count) in parts.items():
             total = sums.setdefault(name, [0.0, 0.0])
             total[0], total[1] = total[0] + value, total[1] + count
@@ -52,6 +56,10 @@ def describe_rewards(groups: Sequence[TrajectoryGroup], world_size: int) -> dict
             "reward/highest": max(rewards),
             **dict.fromkeys(_COUNTED.values(), 0.0),
         }
+    for field, count in Counter(map(split_field, changed)).items():
+        found[f"rollout/splits/{field}"] = count
+    if numbers := [at for path in changed if (at := split_message(path)) is not None]:
+        found["rollout/splits_message"] = min(numbers)
     return found | {
         _COUNTED.get(name, f"reward/{name}"): value if name in _COUNTED else value / count
         for name, (value, count) in sorted(sums.items())

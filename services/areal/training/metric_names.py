@@ -70,6 +70,19 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "([agents](agents.md#frameworks-that-split-conversations))",
         ),
         Metric(
+            "rollout/splits/NAME",
+            "trajectories",
+            "those of `rollout/splits` in which the field NAME of a message (`content`, "
+            "`tool_calls.function.arguments`, …), or `tools`, is what the agent changed first; "
+            "absent if there are none",
+        ),
+        Metric(
+            "rollout/splits_message",
+            "",
+            "number, from 0, of the earliest message that the agent changed in any of them; absent "
+            "if there is none",
+        ),
+        Metric(
             "group/zero_std",
             "share of groups",
             "groups whose rewards are all equal; such groups give no gradient if rewards are "

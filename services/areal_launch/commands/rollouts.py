@@ -189,7 +189,8 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
                 )
             )
             if split:
-                line = f"sample {one.sample} continues no earlier one, since it differs {split}"
+                changed = f"{one.split} changed" if one.split else "the history changed"
+                line = f"sample {one.sample} continues no earlier one: {changed} {split}"
                 console.print(visible(line), style="yellow", soft_wrap=True, markup=False)
         if first.episode_s:
             console.print(

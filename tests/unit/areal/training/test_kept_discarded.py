@@ -107,12 +107,14 @@ def test_times_and_servers_when_kept_then_they_are_read(tmp_path: Path) -> None:
     one.queued_s, one.episode_s, one.score_s = 1.5, 4.0, 0.25
     one.trajectories[0].generation_s = 3.5
     one.trajectories[0].servers = ("http://a:1", "http://b:2")
+    one.trajectories[0].split = "messages[2].content"
     writer = writer_of(tmp_path)
     keep(writer, 1, one)
     writer.close()
     (read,) = RolloutFolder(tmp_path).read()
     assert (read.queued_s, read.episode_s, read.score_s, read.generation_s) == (1.5, 4, 0.25, 3.5)
     assert read.servers == ["http://a:1", "http://b:2"]
+    assert read.split == "messages[2].content"
 
 
 def test_turns_when_kept_then_each_stretch_has_its_text(tmp_path: Path, tiny_model: Path) -> None:
@@ -142,12 +144,13 @@ def test_files_of_an_earlier_release_when_read_then_what_they_lack_has_defaults(
     run = kept_run(tmp_path, tiny_model)
     for step in (1, 2):
         path = run / "rollouts" / file_name(step, 0)
-        names = ["outcome", "cause", "turns", "servers", "generation_s", "queued_s"]
+        names = ["outcome", "cause", "split", "turns", "servers", "generation_s", "queued_s"]
         table = parquet.read_table(path, partitioning=None)
         parquet.write_table(table.drop_columns([*names, "episode_s", "score_s"]), path)
     folder = RolloutFolder(run)
     late = folder.read([2])[0]
     assert (late.outcome, late.cause, late.servers, late.queued_s) == ("trained", None, [], 0.0)
+    assert late.split is None
     assert [turn["text"] for turn in folder.turns(late)][1] == "AB"
     export(str(run), tmp_path / "out.parquet", "rows", None, None)
     assert parquet.read_table(tmp_path / "out.parquet")["response"].to_pylist()[0] == "AB"
