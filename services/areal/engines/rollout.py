@@ -31,6 +31,8 @@ from areal.workflows.specs import describe_workflow, recipe_of
 
 # One poll while the ledger refuses rows: so soon may they be offered again.
 _HELD_BACK_POLL_S = 1.0
+# Described once; a recipe may create a workflow for each step.
+_MOST_WORKFLOWS = 64
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class RemoteSGLangEngine:
                 "e.g. 'sglang:d1+fsdp:d1' with RemoteSGLangEngine"
             )
         self._feeder: TaskFeeder | None = None
-        self._specs: dict[int, WorkflowSpec] = {}
+        self._specs: dict[int, tuple[RolloutWorkflow, WorkflowSpec]] = {}
 
     def prepare_batch(
         self, dataloader: RowLoader | None, workflow: RolloutWorkflow | None = None
@@ -246,8 +248,11 @@ class RemoteSGLangEngine:
             spec = describe_workflow(workflow)
             if (recipe := recipe_of(workflow)) is not None:
                 self.session.ledger.put_recipe(recipe)
-            self._specs[id(workflow)] = spec
-        return self._specs[id(workflow)]
+            # With the object, because another one may get the id of one that is gone.
+            self._specs[id(workflow)] = workflow, spec
+            if len(self._specs) > _MOST_WORKFLOWS:
+                del self._specs[next(iter(self._specs))]
+        return self._specs[id(workflow)][1]
 
     def _take(self, feeding: Feeding | None, task_ids: Sequence[str] = ()) -> dict[str, Any]:
         """Waits for the batch of the next step; returns this rank's share of it, packed."""
