@@ -186,6 +186,33 @@ def test_show_when_groups_were_discarded_then_they_are_counted_listed_and_shown(
         show(str(run), "", 1, discarded=True, as_json=False)
 
 
+def test_show_when_a_conversation_split_then_the_message_and_both_texts_are_told(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = kept_run(tmp_path, tiny_model)
+    several = group("talk", 1.0, 1.0)
+    texts = [(b"it is 12:00, hi.", b"hello"), (b"it is 12:01, hi.hello, more?", b"no")]
+    for each, (prompt, answer) in zip(several.trajectories, texts, strict=True):
+        size = len(prompt) + len(answer)
+        each.input_ids = np.frombuffer(prompt + answer, np.uint8).astype(np.int32)
+        each.loss_mask = np.arange(size) >= len(prompt)
+        each.behavior_logprobs = each.rewards = np.zeros(size, np.float32)
+        each.token_versions = np.where(each.loss_mask, 1, -1).astype(np.int32)
+    several.trajectories[1].split = "messages[0].content"
+    writer = writer_of(run, model=str(tiny_model))
+    keep(writer, 3, several)
+    writer.close()
+    show(str(run), "talk", None, as_json=False)
+    out = capsys.readouterr().out
+    assert "sample 1 continues no earlier one: messages[0].content changed before answer 0" in out
+    assert "12:01, hi" in out
+    assert "12:00, hi" in out
+    assert out.count("continues no earlier one") == 1
+    show(str(run), "talk", None, as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert [one["split"] for one in shown] == ["", "messages[0].content"]
+
+
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_export_when_another_user_took_a_name_beside_it_then_neither_followed_nor_waited_for(
     tmp_path: Path, tiny_model: Path, kind: str
