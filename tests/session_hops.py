@@ -128,7 +128,11 @@ class Hops:
         config = RolloutConfig(worker_id="w", capacity=8, gconfig=gconfig)
         buffer: Any = CountedBuffer(self.store, self.sent)
         groups: Any = self.groups
-        observer: Any = SimpleNamespace(dropped_answers=self.dropped.append, agent_call_bug=fail)
+        observer: Any = SimpleNamespace(
+            dropped_answers=self.dropped.append,
+            agent_call_bug=fail,
+            conversations_split=lambda _: None,
+        )
         sessions = Sessions(buffer, groups, config, observer)
         generation: Any = self.sampler
         sessions.start(generation, byte_tokenizer())

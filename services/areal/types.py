@@ -6,6 +6,7 @@ describes token t itself (its behavior logprob is the logprob of token t given t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -156,6 +157,31 @@ SPLITS = "splits"
 which it does not continue, since the agent changed the history."""
 
 
+SPLIT_FIELDS = (
+    "role",
+    "content",
+    "tool_calls",
+    "tool_calls.function.name",
+    "tool_calls.function.arguments",
+    "tools",
+    "chat_template_kwargs",
+    "prompt",
+)
+"""The fields of `split_field`; `prompt` stands for all that has no message."""
+
+
+def split_field(split: str) -> str:
+    """Returns the field of `Trajectory.split`: without the numbers of message and call."""
+    field = re.sub(r"\[\d+\]", "", split).removeprefix("messages.")
+    return field if field in SPLIT_FIELDS else "prompt"
+
+
+def split_message(split: str) -> int | None:
+    """Returns the number of the message in `Trajectory.split`."""
+    found = re.match(r"messages\[(\d+)\]", split)
+    return int(found[1]) if found else None
+
+
 class Score(float):
     """A reward together with its parts.
 
@@ -260,6 +286,9 @@ class Trajectory:
     """Seconds that the answers took, including interruptions."""
     servers: tuple[str, ...] = ()
     """URLs of the servers that sampled the tokens."""
+    split: str = ""
+    """Which message and field of an agent's history changed, such as `messages[0].content`, so that
+    the trajectory does not continue an earlier one of its attempt; "" if none did."""
 
     @property
     def reward(self) -> float:

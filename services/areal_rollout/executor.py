@@ -295,6 +295,8 @@ class Executor:
             if self._draining and episode.engine is not None and episode.engine.interrupted:
                 # It took an interruption for an answer: the rerun gives it the real one.
                 return await self._stopped(episode)
+            if group is not None and not lease.attempts:  # sessions count their own
+                self._observer.conversations_split(group.trajectories)
             return judge(
                 group,
                 lease,

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from areal.protocol.leases import Lease, Return
 from areal.protocol.scores import ScoreFailure, ScoreItem
-from areal.types import LLMRequest, LLMResponse, TrajectoryGroup, WorkflowSpec
+from areal.types import LLMRequest, LLMResponse, Trajectory, TrajectoryGroup, WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
 
 
@@ -68,6 +68,9 @@ class Observer(Protocol):
 
     def dropped_answers(self, count: int) -> None:
         """Counts answers of sessions that were not used, since their requests were repeated."""
+
+    def conversations_split(self, trajectories: Sequence[Trajectory]) -> None:
+        """Counts those that do not continue an earlier one, by the field that changed."""
 
     def agent_call_bug(self) -> None:
         """Counts an agent's call that failed with an unexpected exception."""

@@ -74,6 +74,7 @@ class LedgerCalls:
         text: str,
         turns: Sequence[str],
         kept: str = "",
+        outline: str = "",
     ) -> None:
         """See `areal.agents.calls.CallStore`."""
         answer = pb.SessionAnswer(
@@ -87,6 +88,7 @@ class LedgerCalls:
             kept=kept,
             latency_s=response.latency_s,
             servers=response.servers,
+            outline=outline,
         )
         record = pb.SessionRecord(number=number, answer=answer, call_id=self._call_id)
         await self._update(record=record)
@@ -171,6 +173,7 @@ class LedgerCalls:
                 delivered=call.delivered,
                 reward=Score(call.reward, call.reward_parts) if call.HasField("reward") else None,
                 text=call.answer.text,
+                outline=call.answer.outline,
             )
             for call in self._cached.calls
         ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from areal.types import SPLIT_FIELDS, Trajectory, split_field
 from areal_rollout.autoscaling import Load
 
 
@@ -71,6 +72,14 @@ class RolloutMetrics:
             "areal_rollout_dropped_answers",
             "Answers of outside agents' sessions that are not trained on, because the client sent "
             "their request again and no gateway had sent them completely.",
+            registry=registry,
+        )
+        self._splits = Counter(
+            "areal_rollout_conversation_splits",
+            "Trajectories that repeat the history of an earlier one of their attempt instead of "
+            "continuing it, by the field of a message that the agent changed first: "
+            f"{', '.join(SPLIT_FIELDS)} (areal show TASK names the message).",
+            ["field"],
             registry=registry,
         )
         self._bugs = Counter(
@@ -166,6 +175,12 @@ class RolloutMetrics:
     def dropped_answers(self, count: int) -> None:
         """Counts answers that were not used, since their requests were repeated."""
         self._dropped.inc(count)
+
+    def conversations_split(self, trajectories: Sequence[Trajectory]) -> None:
+        """Counts those that do not continue an earlier one, by the field that changed."""
+        for each in trajectories:
+            if each.split:
+                self._splits.labels(split_field(each.split)).inc()
 
     def agent_call_bug(self) -> None:
         """Counts an agent's call that failed with an unexpected exception."""

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from areal.v1 import buffer_service_pb2 as pb
 
 CACHE_BYTES = 256 << 20
+_OVERHEAD = 1 << 10
+"""Bytes that a session takes even without calls, so that their number is bounded too."""
 Key = tuple[str, int]
 """Task and attempt."""
 
@@ -67,6 +69,9 @@ class SessionCache:
         self._limit, self._total = limit_bytes, 0
         self._entries: OrderedDict[Key, tuple[CachedCalls, int]] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def find(self, key: Key) -> CachedCalls:
         """What is known of a session; may be empty."""
         found = self._entries.get(key)
@@ -75,8 +80,11 @@ class SessionCache:
     def keep(self, key: Key, entry: CachedCalls) -> None:
         """Keeps what is known of a session; over the limit the least recently used go."""
         self.drop(key)
-        self._entries[key] = entry, entry.size
-        self._total += entry.size
+        if not entry.calls:
+            return
+        size = entry.size + _OVERHEAD
+        self._entries[key] = entry, size
+        self._total += size
         while self._total > self._limit:
             self.drop(next(iter(self._entries)))
 

@@ -233,9 +233,10 @@ class Sessions:
                 each = LedgerCalls(self._sessions, found, attempt, cached)
                 if (merged := await asyncio.to_thread(_merged, each)) is not None:
                     if self._model is not None:
-                        await asyncio.to_thread(mark, merged.trajectories, self._model[1])
+                        await asyncio.to_thread(mark, merged, self._model[1])
                     trajectories += merged.trajectories
                     self._observer.dropped_answers(merged.dropped)
+                    self._observer.conversations_split(merged.trajectories)
         if not ended:  # what it recorded is released when it ends
             raise LeaseLost(f"session {task_id}: it has ended meanwhile")
         if not trajectories:

@@ -88,6 +88,7 @@ async def test_group_when_an_agent_rewrites_its_history_then_what_repeats_it_is_
     assert (await agents.ask(0, "/end", {"reward": 1.0}))[0] == 200
     group = agents.hops.groups.group
     assert [each.reward_parts for each in group.trajectories] == [{}, {"splits": 1.0}]
+    assert [each.split for each in group.trajectories] == ["", "messages[0].content"]
 
 
 async def test_group_when_the_worker_of_the_last_end_died_then_another_one_makes_it(book):

@@ -42,6 +42,19 @@ def test_loop_of_the_documents_when_run_as_written_then_trains_its_steps(tmp_pat
     assert summary["accounting"]["trained"] == summary["accounting"]["submitted"] == 24
 
 
+def test_loop_when_its_update_is_forgotten_then_the_summary_names_it(
+    tmp_path: Path,
+) -> None:
+    recipes = Path(__file__).parent / "recipes"
+    shutil.copy(recipes / "seed_loop.yaml", tmp_path)
+    kept = (recipes / "seed_loop.py").read_text().replace("stats = actor.ppo_update(batch)", "pass")
+    (tmp_path / "seed_loop.py").write_text(kept)
+    stack = RunningStack(tmp_path / "runs" / "seed-loop" / "trial0")
+    summary, rows = run(stack, tmp_path, "seed_loop.py")
+    assert [each["rule"] for each in summary["findings"]] == ["no_update"]
+    assert [row["reward/timeouts"] for row in rows] == [0, 0, 0]
+
+
 @pytest.mark.long
 def test_group_when_an_answer_cannot_be_judged_then_it_trains_with_its_siblings(
     tmp_path: Path,

@@ -24,6 +24,7 @@ from areal.config.experiment import GRPOConfig
 from areal.engines import rollout
 from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import InvalidInput, NotFound, WaitTimeout
+from areal.models.tiny import save_tokenizer
 from areal.training.session import TrainerSession
 from areal.types import Purpose, Task, WorkflowSpec
 from areal.weights.servers import SyncStatus
@@ -129,7 +130,9 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def trial(tmp_path: Path, redis_url: str) -> Iterator[Trial]:
+    save_tokenizer(tmp_path / "model")
     config = GRPOConfig(run_root=str(tmp_path), total_train_steps=STEPS)
+    config.model.path = str(tmp_path / "model")
     config.train_dataset.batch_size = BATCH
     config.rollout.max_head_offpolicyness = 0
     config.rollout.request_timeout_s = 20.0

@@ -21,6 +21,7 @@ from areal.config.experiment import GRPOConfig
 from areal.datasets.loader import StatefulLoader
 from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import InvalidInput
+from areal.models.tiny import save_tokenizer
 from areal.protocol.leases import Lease
 from areal.types import TaskState
 from areal.workflows.rlvr import RLVRWorkflow
@@ -84,7 +85,9 @@ class RejectingWorkers:
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
+    save_tokenizer(tmp_path / "model")
     config = GRPOConfig(run_root=str(tmp_path), total_train_steps=STEPS)
+    config.model.path = str(tmp_path / "model")
     config.train_dataset.batch_size = BATCH
     config.rollout.request_timeout_s = 20.0
     with (

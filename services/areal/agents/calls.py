@@ -9,7 +9,7 @@ from typing import Protocol
 from areal.agents.headers import Repeats
 from areal.agents.tree import Call, Merged, merge
 from areal.errors import NotFound, WorkflowError
-from areal.types import LLMResponse, StopReason, Trajectory
+from areal.types import LLMResponse, StopReason
 
 
 class CallStore(Protocol):
@@ -26,6 +26,7 @@ class CallStore(Protocol):
         text: str,
         turns: Sequence[str],
         kept: str = "",
+        outline: str = "",
     ) -> None:
         """Stores an answer as it was sampled.
 
@@ -36,6 +37,7 @@ class CallStore(Protocol):
             turns: Digests of the conversation that ends with this answer, one for each way in
                 which clients send the answer back; may be empty.
             kept: Data that `kept` returns for this answer.
+            outline: The outline of the conversation, as `Outline.write` writes it; may be empty.
         """
         ...
 
@@ -90,9 +92,12 @@ class Calls:
         text: str,
         turns: Sequence[str],
         kept: str = "",
+        outline: str = "",
     ) -> None:
         """See `CallStore`."""
-        self._calls[number] = replace(self._calls[number], response=response, text=text)
+        self._calls[number] = replace(
+            self._calls[number], response=response, text=text, outline=outline
+        )
         if kept:
             self._kept[number] = kept
         self._turns[number] = set(turns)
@@ -128,13 +133,13 @@ class Calls:
             raise NotFound(f"answer {number}: the session has only {len(self._calls)} answers")
         self._calls[number] = replace(self._calls[number], reward=value)
 
-    def zeros(self) -> list[Trajectory]:
-        """Returns the trajectories of a failed run, with the reward 0; none if it had no answer."""
+    def zeros(self) -> Merged | None:
+        """Returns the trajectories of a failed run, with the reward 0; None: it had no answer."""
         self._calls = [replace(call, reward=None) for call in self._calls]
         try:
-            return merge(self._calls, 0.0).trajectories
+            return merge(self._calls, 0.0)
         except WorkflowError:
-            return []
+            return None
 
     def merged(self, outcome: float | None) -> Merged:
         """Returns the session's trajectories; see `areal.agents.tree.merge`."""

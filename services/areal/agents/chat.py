@@ -89,6 +89,13 @@ class Answer:
         reasoning, content = (w[len(t) :] if w.startswith(t) else "" for w, t in pairs)
         return reasoning, content
 
+    def sent_back(self, begun: str) -> list[str]:
+        """The contents with which clients send the answer back; `begun` is the text before it."""
+        texts = dict.fromkeys([begun + self.content, self.content])
+        if self.stopped_by:
+            texts |= dict.fromkeys(text + self.stopped_by for text in list(texts))
+        return list(texts)
+
     @property
     def message(self) -> Message:
         """The answer as the next request will contain it."""
@@ -194,7 +201,7 @@ class History:
         variables: Mapping[str, Any] | None = None,
     ) -> History:
         """Returns the history of a request; `variables` are those of its chat template."""
-        history = cls(_digest([tools, variables] if variables else tools), [])
+        history = cls(digest([tools, variables] if variables else tools), [])
         for message in messages:
             history.turns.append(history.after(message))
         return history
@@ -205,14 +212,11 @@ class History:
         As it was sent; with the text before it that it continues; with the stop text that ended it,
         which some frameworks put back. That text is in the sampled ids.
         """
-        texts = dict.fromkeys([begun + answer.content, answer.content])
-        if answer.stopped_by:
-            texts |= dict.fromkeys(text + answer.stopped_by for text in list(texts))
-        return [self.after({**answer.message, "content": text}) for text in texts]
+        return [self.after({**answer.message, "content": text}) for text in answer.sent_back(begun)]
 
     def after(self, message: Message) -> str:
         """The digest of all its messages and one more."""
-        return _digest([self.turns[-1] if self.turns else self.start, _gist(message)])
+        return digest([self.turns[-1] if self.turns else self.start, _gist(message)])
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,8 @@ class Kept:
         return dumps(vars(self)).decode()
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Returns the digest of a JSON value, equal for all ways to write it."""
     return hashlib.blake2b(canonical(value), digest_size=16).hexdigest()
 
 

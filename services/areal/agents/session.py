@@ -22,6 +22,7 @@ from areal.agents.chat import (
     read_answer,
 )
 from areal.agents.headers import Repeats
+from areal.agents.outlines import Outline
 from areal.agents.partial import AnswerDelta, OnDelta, PartialAnswer, opens_reasoning
 from areal.chassis.logging import get_logger
 from areal.errors import (
@@ -68,6 +69,20 @@ class Model:
     """Told of exceptions that the agent sees as an error with status 500."""
 
 
+@dataclass(frozen=True)
+class _Start:
+    """Where an answer starts."""
+
+    ids: list[int]
+    """The prompt."""
+    extends: int | None = None
+    """The answer that the prompt continues."""
+    old: int = 0
+    """How many messages that answer ends."""
+    kept: int | None = None
+    """The same answer, if its conversation is kept and has the same lead."""
+
+
 class Session:
     """Serves an agent's calls, any number of them at once."""
 
@@ -109,7 +124,8 @@ class Session:
         renderer = self.model.renderer
         if request.variables:
             renderer = renderer.with_variables(request.variables)
-        prompt, extended, old = await self._prompt(request, history, renderer, rest)
+        start = await self._prompt(request, history, renderer, rest)
+        prompt = start.ids
         limit = request.max_new_tokens
         offered = request.tools if request.may_call and request.tools else []
         opened = opens_reasoning(prompt, self.model.tokenizer, request.begun)
@@ -149,9 +165,11 @@ class Session:
             turns = history.ends(answer, request.begun)
             kept = ""
             if request.keep:
-                new = [*request.messages[max(old, request.lead) :], answer.message]
-                kept = Kept(extended, request.lead, new).write()
-            await self.calls.record(number, answer.response, text, turns, kept)
+                first_new = request.lead if start.kept is None else max(start.old, request.lead)
+                new = [*request.messages[first_new:], answer.message]
+                kept = Kept(start.kept, request.lead, new).write()
+            outline = Outline.of(request, start.extends, request.messages[start.old :], answer)
+            await self.calls.record(number, answer.response, text, turns, kept, outline.write())
             answers.append(answer)
         return answers
 
@@ -300,11 +318,8 @@ class Session:
 
     async def _prompt(
         self, request: ChatRequest, history: History, renderer: ChatRenderer, rest: int
-    ) -> tuple[list[int], int | None, int]:
-        """The prompt's ids, which kept answer it extends, and how many messages that ends.
-
-        `rest` is that of `_size_of_rest`.
-        """
+    ) -> _Start:
+        """Renders what the model has not seen; `rest` is that of `_size_of_rest`."""
         messages = request.messages
         # Only what an answer ended can be extended, and only by what the model has not said.
         said = [i for i, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
@@ -318,9 +333,8 @@ class Session:
                     rest + size_of(new), renderer.bridge, whole, new, request.tools, request.begun
                 )
                 content = await self.calls.kept(number) if request.keep else ""
-                if content and Kept.read(content).lead == request.lead:
-                    return whole, number, old
-                return whole, None, 0
+                same = bool(content) and Kept.read(content).lead == request.lead
+                return _Start(whole, number, old, number if same else None)
         rendered = await apart(
             rest + size_of(messages),
             renderer.render,
@@ -328,7 +342,7 @@ class Session:
             request.tools,
             begun=request.begun,
         )
-        return rendered, None, 0
+        return _Start(rendered)
 
 
 def _size_of_rest(request: ChatRequest) -> int:

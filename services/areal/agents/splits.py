@@ -4,7 +4,8 @@
     later     system: it is 12:01 | user: hi | ANSWER | user: more
                                ^ here, although the earlier answer follows
 
-`areal show` tells where. Such a trajectory has the part `SPLITS`, so the trainer counts them.
+`areal show` tells where. Such a trajectory has the part `SPLITS`, so the trainer counts them, and
+its `split` names the message and the field.
 
 A prompt that shows none of the earlier answers is another conversation, and is not explained; nor
 is a branch, whose prompt begins with an earlier prompt and answer.
@@ -15,11 +16,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from areal.agents.outlines import difference
+from areal.agents.tree import Merged
 from areal.tokenizer import Tokenizer
 from areal.types import SPLITS, Trajectory
 
 Segments = Sequence[tuple[bool, str]]
 """(sampled, text) in order: one trajectory, or one kept sample."""
+UNKNOWN = "prompt"
+"""Where a prompt of token ids, or of equal messages that were rendered otherwise, differs."""
 _AROUND = 24
 _NEAR = 64
 """How many samples back a conversation is looked for."""
@@ -36,14 +41,17 @@ def explain(samples: Sequence[Segments]) -> list[str]:
     return [_why(samples, wholes, number) for number in range(len(samples))]
 
 
-def mark(trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
+def mark(merged: Merged, tokenizer: Tokenizer) -> None:
     """Marks each trajectory of an attempt that should have continued an earlier one."""
-    if len(trajectories) < 2:
+    if len(merged.trajectories) < 2:
         return
-    samples = [_segments(each, tokenizer) for each in trajectories]
-    for trajectory, why in zip(trajectories, explain(samples), strict=True):
+    samples = [_segments(each, tokenizer) for each in merged.trajectories]
+    for trajectory, chain, why in zip(
+        merged.trajectories, merged.chains, explain(samples), strict=True
+    ):
         if why:
             trajectory.reward_parts[SPLITS] = 1.0
+            trajectory.split = difference(merged.outlines, chain[0]) or UNKNOWN
 
 
 def _segments(trajectory: Trajectory, tokenizer: Tokenizer) -> Segments:

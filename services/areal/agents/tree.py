@@ -14,7 +14,7 @@ Every other branch shows it as context. Nothing is decoded, compared as text, or
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class Call:
     """The reward of this answer alone."""
     text: str = ""
     """What people see of the answer."""
+    outline: str = ""
+    """See `areal.agents.outlines`; may be empty."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Merged:
     """Calls whose answer was never used, since the SDK asked once more."""
     dropped: int = 0
     """How many of the orphans had an answer, which no trajectory contains."""
+    outlines: list[str] = field(default_factory=list)
+    """Of all calls."""
 
 
 def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:
@@ -79,7 +83,8 @@ def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:
     chains = _chains(kept, parents)
     dropped = sum(bool(calls[i].response.output_tokens) for i in orphans)
     trajectories = [_trajectory(calls, chain, outcome) for chain in chains]
-    return Merged(trajectories, chains, sorted(orphans), dropped)
+    outlines = [call.outline for call in calls]
+    return Merged(trajectories, chains, sorted(orphans), dropped, outlines)
 
 
 def _parents(calls: Sequence[Call]) -> list[int | None]:

@@ -11,6 +11,7 @@ from areal.agents.calls import Calls
 from areal.agents.endpoint import Endpoint
 from areal.agents.session import Model, Session
 from areal.agents.splits import mark
+from areal.agents.tree import Merged
 from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput, WorkflowError
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Score, Trajectory
@@ -103,10 +104,11 @@ class AgentWorkflow(RolloutWorkflow):
                 group.create_task(self._attempt(model, endpoint, data, number, failures))
                 for number in range(self.gconfig.n_samples)
             ]
-        for one in runs:
-            size = sum(len(each.input_ids) for each in one.result())
-            await apart(size, mark, one.result(), engine.tokenizer)
-        trajectories = [trajectory for one in runs for trajectory in one.result()]
+        attempts = [merged for one in runs if (merged := one.result()) is not None]
+        for merged in attempts:
+            size = sum(len(each.input_ids) for each in merged.trajectories)
+            await apart(size, mark, merged, engine.tokenizer)
+        trajectories = [trajectory for merged in attempts for trajectory in merged.trajectories]
         if failures and not trajectories:
             raise WorkflowError(
                 f"AgentWorkflow: all {len(runs)} attempts failed; the first: {_named(failures[0])}"
@@ -120,8 +122,8 @@ class AgentWorkflow(RolloutWorkflow):
         data: dict[str, Any],
         number: int,
         failures: list[Exception],
-    ) -> list[Trajectory]:
-        """Returns the trajectories of one run; adds its error if the group goes on without it."""
+    ) -> Merged | None:
+        """Returns what one run came to; adds its error if the group continues without it."""
         calls = Calls()
         key = endpoint.open(session := Session(f"s{number}", model, calls))
         try:
@@ -130,9 +132,9 @@ class AgentWorkflow(RolloutWorkflow):
                 # The agent gave up on a model that could not answer; its reward says nothing.
                 raise session.failure
             if reward is None:
-                return calls.merged(calls.outcome).trajectories
+                return calls.merged(calls.outcome)
             outcome = reward if isinstance(reward, Score) else float(reward)
-            return calls.merged(outcome).trajectories
+            return calls.merged(outcome)
         except Exception as error:
             if session.failure is not None:
                 # The agent fell over a model that could not answer: that is not its fault.
@@ -143,7 +145,7 @@ class AgentWorkflow(RolloutWorkflow):
             get_logger("areal.agents.workflow").warning(
                 "an attempt failed", attempt=number, on_error=self.on_error, error=_named(error)
             )
-            return calls.zeros() if self.on_error == "zero" else []
+            return calls.zeros() if self.on_error == "zero" else None
 
     async def _timed(self, data: dict[str, Any], base_url: str, key: str) -> float | None:
         limit = asyncio.timeout(self.timeout_s)

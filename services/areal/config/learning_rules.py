@@ -230,6 +230,16 @@ def _single_groups(rows: Sequence[Row]) -> str:
     return f"each group has one sample, so all advantages of step {_step(rows)} are 0"
 
 
+def _never_updated(rows: Sequence[Row]) -> str:
+    """An update has a loss even if its gradient was not finite; the critic's warm-up has none."""
+    recent = [row for row in rows[-WINDOW:] if figures([row], "samples")]
+    if not recent or any("train/loss" in row or row.get("critic/warmup") for row in rows[-WINDOW:]):
+        return ""
+    first, last = _step(recent[:1]), _step(recent)
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    return f"{steps}: a batch was taken, but the policy was not updated (no train/loss)"
+
+
 def _equal_rewards(rows: Sequence[Row]) -> str:
     """Where rewards are compared with other groups too, advantages are not small."""
     share = _share(rows, "group/zero_std")
@@ -338,6 +348,14 @@ RULES = (
         f"({HIGHEST_LORA_LR:g} with `actor.lora`)",
         "set a common rate: 1e-6 for a pretrained model, 1e-5 with LoRA, 3e-4 for a tiny one",
         config=_learning_rate,
+    ),
+    Rule(
+        "no_update",
+        f"None of the last {WINDOW} steps, which took batches of rollouts, has a `train/loss`, and "
+        "none belongs to the critic's warm-up",
+        "call actor.ppo_update(batch), actor.distill or actor.engine.train_batch between "
+        "prepare_batch and upload_weights",
+        rows=_never_updated,
     ),
     Rule(
         "equal_rewards",

@@ -9,6 +9,8 @@ ends with the token that ends a generation:
 
 A template may write a turn differently once others follow it (Qwen3 drops its reasoning). Such a
 turn gets a sequence of its own, which ends with it, so that it is learned as the model samples it.
+If the turn changes its own prompt (gpt-oss drops the reasoning before a call once the answer is
+there), the sequence is the prompt without the turn, then the turn.
 """
 
 from __future__ import annotations
@@ -215,6 +217,11 @@ class _Chat:
                 found.append(self._tokens(upto, text, spans))
                 left = [turn for turn in left if turn not in spans]
             elif upto == left[-1] + 1:
+                if (served := self._served(left)) is not None:
+                    found.append(self._tokens(upto, *served))
+                    left = [turn for turn in left if turn not in served[1]]
+                    upto = left[-1] + 1 if left else 0
+                    continue
                 raise InvalidInput(
                     f"messages[{left[-1]}]: the chat template changes the prompt of this turn when "
                     "the turn follows, so its tokens cannot be identified; expected a template "
@@ -229,7 +236,12 @@ class _Chat:
         if not turns:
             raise InvalidInput("messages: no assistant turn, so there is nothing to learn")
         text, spans = self._spans(len(self._messages), turns)
-        if lost := [turn for turn in turns if turn not in spans]:
+        lost = [turn for turn in turns if turn not in spans]
+        last = turns[-1] + 1 == len(self._messages)
+        if lost and last and (served := self._served(turns)) is not None:
+            text, spans = served
+            lost = [turn for turn in turns if turn not in spans]
+        if lost:
             raise InvalidInput(
                 f"messages[{lost[0]}]: the chat template changes this turn in the prompts of later "
                 "turns (some templates drop earlier reasoning), so its tokens cannot be "
@@ -243,13 +255,38 @@ class _Chat:
         parts = self._tokenizer.render_marked(self._messages[:upto], self._tools)
         if len(parts) > 1:
             return self._marked(parts, upto, turns)
-        whole, spans = parts[0], {}
+        return parts[0], self._shown(parts[0], turns)
+
+    def _shown(self, whole: str, turns: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Where a text shows those turns as they are sampled."""
+        spans = {}
         for turn in turns:
             after = self._render(self._messages[: turn + 1])
             before = self._before(turn, after)
             if before is not None and whole.startswith(after):
                 spans[turn] = len(before), len(after)
-        return whole, spans
+        return spans
+
+    def _served(self, turns: Sequence[int]) -> tuple[str, dict[int, tuple[int, int]]] | None:
+        """The prompt of the last of these turns as a server gets it, and the turn.
+
+        gpt-oss drops the reasoning before a call once the answer follows, but the prompt for that
+        answer has it. None: where the turn's own text begins is not known.
+        """
+        turn = turns[-1]
+        past = self._render(self._messages[:turn])
+        prompt = self._render(self._messages[:turn], True)
+        after = self._render(self._messages[: turn + 1])
+        word = {"role": "assistant", "content": "ARRIVED"}
+        header = _common(after, self._render([*self._messages[:turn], word]))
+        opening = prompt[len(past) :] if prompt.startswith(past) else ""
+        at = header.rfind(opening) if opening else -1
+        # What comes before the turn must end as it does in the prompt.
+        if at < 1 or _common(past[::-1], after[:at][::-1]).strip() == "":
+            return None
+        whole = prompt + after[at + len(opening) :]
+        others = self._shown(whole, turns[:-1])
+        return whole, others | {turn: (len(prompt), len(whole))}
 
     def _marked(
         self, parts: Sequence[str], upto: int, turns: Sequence[int]

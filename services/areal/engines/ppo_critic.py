@@ -99,6 +99,7 @@ class FSDPPPOCritic:
             raise failed_step.keep(error, self.session, critic=self.engine.config) from None
         metrics = {f"critic/{name}": stats[name] for name in _IN_ROW}
         metrics["time/critic"] = stats["update_seconds"]
+        metrics["critic/warmup"] = float(self.warming_up())
         # A step of the warm-up has no other reward.
         self.session.row.update(metrics | {"reward/mean": stats["reward"]})
         return metrics

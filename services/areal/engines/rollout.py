@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from areal.training.session import TrainerSession, current_session
 from areal.training.submission import Submission
 from areal.types import GenerationHyperparameters, Purpose, Task, WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
-from areal.workflows.rlvr import check_prompts
+from areal.workflows.prompt_limits import check_prompts
 from areal.workflows.specs import describe_workflow, recipe_of
 
 # One poll while the ledger refuses rows: so soon may they be offered again.
 _HELD_BACK_POLL_S = 1.0
+# Described once; a recipe may create a workflow for each step.
+_MOST_WORKFLOWS = 64
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class RemoteSGLangEngine:
                 "e.g. 'sglang:d1+fsdp:d1' with RemoteSGLangEngine"
             )
         self._feeder: TaskFeeder | None = None
-        self._specs: dict[int, WorkflowSpec] = {}
+        self._specs: dict[int, tuple[RolloutWorkflow, WorkflowSpec]] = {}
 
     def prepare_batch(
         self, dataloader: RowLoader | None, workflow: RolloutWorkflow | None = None
@@ -230,14 +233,14 @@ class RemoteSGLangEngine:
 
     def _check_prompts(self, workflow: RolloutWorkflow, rows: Sequence[Mapping[str, Any]]) -> None:
         """Refuses rows that no server would take, before the first step."""
-        model = self.session.config.model
+        length = self.session.config.model.context_length
+        self.session.on_rank0(
+            lambda: check_prompts(workflow, rows, lambda: self._tokenizer, length)
+        )
 
-        def check() -> None:
-            check_prompts(
-                workflow, rows, lambda: Tokenizer.load(Path(model.path)), model.context_length
-            )
-
-        self.session.on_rank0(check)
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(Path(self.session.config.model.path))
 
     def _describe(self, workflow: RolloutWorkflow) -> WorkflowSpec:
         """Describes the workflow by digest and stores the recipe's source, once."""
@@ -245,8 +248,11 @@ class RemoteSGLangEngine:
             spec = describe_workflow(workflow)
             if (recipe := recipe_of(workflow)) is not None:
                 self.session.ledger.put_recipe(recipe)
-            self._specs[id(workflow)] = spec
-        return self._specs[id(workflow)]
+            # With the object, because another one may get the id of one that is gone.
+            self._specs[id(workflow)] = workflow, spec
+            if len(self._specs) > _MOST_WORKFLOWS:
+                del self._specs[next(iter(self._specs))]
+        return self._specs[id(workflow)][1]
 
     def _take(self, feeding: Feeding | None, task_ids: Sequence[str] = ()) -> dict[str, Any]:
         """Waits for the batch of the next step; returns this rank's share of it, packed."""

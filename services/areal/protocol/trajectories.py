@@ -141,6 +141,7 @@ def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
             reward_parts=trajectory.reward_parts,
             generation_s=trajectory.generation_s,
             servers=trajectory.servers,
+            split=trajectory.split,
         )
     for name, dtype in _ARRAY_DTYPES.items():
         arrays: list[Any] = [
@@ -194,6 +195,7 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
                 dict(each.reward_parts),
                 each.generation_s,
                 tuple(each.servers),
+                each.split,
             )
         )
     return TrajectoryGroup(

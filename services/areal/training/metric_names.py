@@ -60,14 +60,27 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "reward/timeouts",
             "answers",
             "answers of the batch that a built-in reward scored 0 because they would take too long "
-            "to judge; absent if there are none ([rewards](rewards.md#built-in-rewards))",
+            "to judge ([rewards](rewards.md#built-in-rewards))",
         ),
         Metric(
             "rollout/splits",
             "trajectories",
             "trajectories of the batch that repeat the history of an earlier one of their attempt "
-            "instead of continuing it, since the agent changed the history; absent if there are "
-            "none ([agents](agents.md#frameworks-that-split-conversations))",
+            "instead of continuing it, since the agent changed the history "
+            "([agents](agents.md#frameworks-that-split-conversations))",
+        ),
+        Metric(
+            "rollout/splits/NAME",
+            "trajectories",
+            "those of `rollout/splits` in which the field NAME of a message (`content`, "
+            "`tool_calls.function.arguments`, …), or `tools`, is what the agent changed first; "
+            "absent if there are none",
+        ),
+        Metric(
+            "rollout/splits_message",
+            "",
+            "number, from 0, of the earliest message that the agent changed in any of them; absent "
+            "if there is none",
         ),
         Metric(
             "group/zero_std",
@@ -199,6 +212,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "share of the returns' variance that the values explain; at most 1",
         ),
         Metric("critic/clip_ratio", "share of tokens", "tokens whose value was clipped"),
+        Metric(
+            "critic/warmup",
+            "",
+            "1 in the first `critic.warmup_steps` steps, which train only the critic; then 0",
+        ),
     ),
     "Optimizer": (
         Metric(

@@ -1728,6 +1728,7 @@ class SessionAnswer(_message.Message):
     LATENCY_S_FIELD_NUMBER: _builtins.int
     SERVERS_FIELD_NUMBER: _builtins.int
     TURNS_TOO_FIELD_NUMBER: _builtins.int
+    OUTLINE_FIELD_NUMBER: _builtins.int
     stop_reason: _builtins.str
     text: _builtins.str
     turn: _builtins.str
@@ -1735,6 +1736,8 @@ class SessionAnswer(_message.Message):
     kept: _builtins.str
     """JSON: the part of that conversation that is new since the extended call. Empty: not stored."""
     latency_s: _builtins.float
+    outline: _builtins.str
+    """JSON: digests of the fields of each message that is new since the extended call; may be empty."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1762,10 +1765,11 @@ class SessionAnswer(_message.Message):
         latency_s: _builtins.float = ...,
         servers: _abc.Iterable[_builtins.str] | None = ...,
         turns_too: _abc.Iterable[_builtins.str] | None = ...,
+        outline: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "latency_s", b"latency_s", "logprobs", b"logprobs", "servers", b"servers", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "turns_too", b"turns_too", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "latency_s", b"latency_s", "logprobs", b"logprobs", "outline", b"outline", "servers", b"servers", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "turns_too", b"turns_too", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

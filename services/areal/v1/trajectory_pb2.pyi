@@ -283,6 +283,7 @@ class Trajectory(_message.Message):
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
     GENERATION_S_FIELD_NUMBER: _builtins.int
     SERVERS_FIELD_NUMBER: _builtins.int
+    SPLIT_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     length: _builtins.int
     """Tokens (L), prompt and answer."""
@@ -294,6 +295,10 @@ class Trajectory(_message.Message):
     """Decoded generation, for people; may be empty."""
     generation_s: _builtins.float
     """Seconds that its answers took."""
+    split: _builtins.str
+    """Which message and field of an agent's history changed, such as `messages[0].content`, so that
+    it does not continue an earlier trajectory of its attempt; empty if none did.
+    """
     @_builtins.property
     def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The parts of its reward by name, before weights; may be empty."""
@@ -313,10 +318,11 @@ class Trajectory(_message.Message):
         reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         generation_s: _builtins.float = ...,
         servers: _abc.Iterable[_builtins.str] | None = ...,
+        split: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "generation_s", b"generation_s", "length", b"length", "reward", b"reward", "reward_parts", b"reward_parts", "servers", b"servers", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "generation_s", b"generation_s", "length", b"length", "reward", b"reward", "reward_parts", b"reward_parts", "servers", b"servers", "split", b"split", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -147,6 +147,20 @@ class RolloutWorkflow(ABC):
             task, which is then neither trained on nor tried again.
         """
 
+    def prompt_ids(self, engine: InferenceEngine, data: dict[str, Any]) -> list[int] | None:
+        """Returns the token ids of a row's first prompt; None if only an episode can tell.
+
+        The trainer asks for them before its first step, to refuse rows that no server would take.
+
+        Args:
+            engine: Only its `tokenizer` can be used.
+            data: The dataset row.
+
+        Raises:
+            InvalidInput: The row is malformed.
+        """
+        return None
+
 
 def make_trajectory(
     responses: LLMResponse | Sequence[LLMResponse],

@@ -64,20 +64,28 @@ class MultiTurnWorkflow(RolloutWorkflow):
         self.system_prompt = system_prompt
         self.template = template or {}
 
+    def prompt_ids(self, engine: InferenceEngine, data: dict[str, Any]) -> list[int]:
+        """Returns the token ids of a row's first prompt."""
+        return self._chats(engine, data, 1)[0].input_ids
+
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Returns one group: a trajectory for each of `n_samples` conversations about one row."""
-        messages = row_messages(data, self.system_prompt)
-        tools = plain_tools(data.get("tools"))
-        engine.tokenizer.check_chat(messages, tools)
-        renderer = TemplateRenderer(engine.tokenizer, **self.template)
-        chats = [
-            Conversation(renderer, messages, tools=tools) for _ in range(self.gconfig.n_samples)
-        ]
+        chats = self._chats(engine, data, self.gconfig.n_samples)
         request = LLMRequest(chats[0].input_ids, self.gconfig)
         firsts = await engine.agenerate_group(request)  # one request for all first answers
         return await asyncio.gather(
             *(self._converse(engine, data, *pair) for pair in zip(chats, firsts, strict=True))
         )
+
+    def _chats(
+        self, engine: InferenceEngine, data: dict[str, Any], count: int
+    ) -> list[Conversation]:
+        """Equal conversations at their first prompt."""
+        messages = row_messages(data, self.system_prompt)
+        tools = plain_tools(data.get("tools"))
+        engine.tokenizer.check_chat(messages, tools)
+        renderer = TemplateRenderer(engine.tokenizer, **self.template)
+        return [Conversation(renderer, messages, tools=tools) for _ in range(count)]
 
     async def _converse(
         self,

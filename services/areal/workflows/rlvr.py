@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from areal.errors import InvalidInput
 from areal.images import image_files
 from areal.rewards import BUILTIN, builtin_reward
-from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, make_trajectory
 from areal.workflows.large_text import apart, size_of
-
-# Tokens that a server keeps free, and one for an answer.
-_RESERVED = 7
 
 
 class RLVRWorkflow(RolloutWorkflow):
@@ -115,41 +109,3 @@ class RLVRWorkflow(RolloutWorkflow):
             make_trajectory(response, reward, text)
             for response, reward, text in zip(responses, rewards, texts, strict=True)
         ]
-
-
-def check_prompts(
-    workflow: RolloutWorkflow,
-    rows: Sequence[Mapping[str, Any]],
-    tokenizer: Callable[[], Tokenizer],
-    context_length: int,
-) -> None:
-    """Raises an error if a row's prompt leaves no room for an answer.
-
-    Rows that are surely short enough are not tokenized, and neither are rows with images.
-
-    Args:
-        workflow: Only the prompts of an `RLVRWorkflow` are known before it runs.
-        rows: The rows; their numbers in the message count from 1.
-        tokenizer: Returns the model's tokenizer.
-        context_length: The most tokens of a prompt and its answer.
-
-    Raises:
-        InvalidInput: A prompt is too long or malformed.
-    """
-    if not isinstance(workflow, RLVRWorkflow):
-        return
-    reader: Any = None
-    for number, row in enumerate(rows, 1):
-        # A token is a byte at least; the other half is for what the template adds.
-        if row.get("images") or 2 * len(str(row).encode()) < context_length:
-            continue
-        reader = reader or SimpleNamespace(tokenizer=tokenizer())
-        try:
-            tokens = len(workflow.prompt_ids(reader, dict(row)))
-        except InvalidInput as error:
-            raise InvalidInput(f"row {number}: {error}") from None
-        if tokens > context_length - _RESERVED:
-            raise InvalidInput(
-                f"row {number}: a prompt of {tokens} tokens leaves no room for an answer, expected "
-                f"at most {context_length - _RESERVED} (model.context_length = {context_length})"
-            )

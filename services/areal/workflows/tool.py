@@ -19,7 +19,7 @@ from areal.workflows.conversation import Conversation
 from areal.workflows.large_text import apart, size_of
 from areal.workflows.mcp_tools import Connection, check_server, connections
 from areal.workflows.multi_turn import row_messages
-from areal.workflows.rendering import TemplateRenderer
+from areal.workflows.rendering import Message, TemplateRenderer
 from areal.workflows.tool_calls import ToolCalls, refuse_other_tools
 
 
@@ -86,19 +86,33 @@ class ToolWorkflow(RolloutWorkflow):
         self.system_prompt = system_prompt
         self.template = template or {}
 
+    def prompt_ids(self, engine: InferenceEngine, data: dict[str, Any]) -> list[int]:
+        """Returns the token ids of a row's first prompt, without the tools of MCP servers."""
+        schemas = self.calls.schemas([])
+        if not self.servers:
+            refuse_other_tools(data, schemas)
+        return self._chats(engine, data, schemas, 1)[0].input_ids
+
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Returns one group: a trajectory for each of `n_samples` conversations about one row."""
-        renderer = TemplateRenderer(engine.tokenizer, **self.template)
-        opening, n = row_messages(data, self.system_prompt), self.gconfig.n_samples
+        n = self.gconfig.n_samples
         async with connections(self.servers, n) as connected:
             schemas = self.calls.schemas(connected[0])
-            engine.tokenizer.check_chat(opening)
             refuse_other_tools(data, schemas)
-            chats = [Conversation(renderer, opening, tools=schemas) for _ in range(n)]
+            chats = self._chats(engine, data, schemas, n)
             request = LLMRequest(chats[0].input_ids, self.gconfig)
             firsts = await engine.agenerate_group(request)  # one request for all first answers
             parts = zip(connected, chats, firsts, strict=True)
             return await asyncio.gather(*(self._converse(engine, data, *part) for part in parts))
+
+    def _chats(
+        self, engine: InferenceEngine, data: dict[str, Any], schemas: list[Message], count: int
+    ) -> list[Conversation]:
+        """Equal conversations at their first prompt."""
+        opening = row_messages(data, self.system_prompt)
+        engine.tokenizer.check_chat(opening)
+        renderer = TemplateRenderer(engine.tokenizer, **self.template)
+        return [Conversation(renderer, opening, tools=schemas) for _ in range(count)]
 
     async def _converse(
         self,

@@ -188,8 +188,10 @@ def _show_task(folder: RolloutFolder, task_id: str, *, as_json: bool) -> None:
                     border_style="blue",
                 )
             )
-            if split:
-                line = f"sample {one.sample} continues no earlier one, since it differs {split}"
+            # Files of earlier releases do not say what changed.
+            if one.split or (split and one.split is None):
+                changed = f"{one.split} changed" if one.split else "the history changed"
+                line = f"sample {one.sample} continues no earlier one: {changed} {split}".rstrip()
                 console.print(visible(line), style="yellow", soft_wrap=True, markup=False)
         if first.episode_s:
             console.print(

@@ -7,11 +7,12 @@ import and a launcher has no other use for it.
 from __future__ import annotations
 
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from areal.config.learning_rules import WINDOW
-from areal.training.run_files import last_evaluations, over_rows
+from areal.training.run_files import EVALUATIONS, last_evaluations, over_rows
 from areal_launch.view.rows import column, moving_mean, read_rows
 from areal_launch.view.summary import read_results
 
@@ -20,6 +21,8 @@ _MUTED = "#8a93a6"
 _GRID = "#e7eaf0"
 _POLICY = "#2b6cb0"
 _HELDOUT = "#d9622b"
+_OTHERS = ("#2f855a", "#805ad5", "#b7791f", "#c53030")
+_ENDS = ("heldout_before", "heldout_after")
 
 
 def plot_rewards(run_dir: Path, target: Path) -> bool:
@@ -32,7 +35,7 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     Returns:
         False when there is no step to draw.
     """
-    rows = [r for r in read_rows(run_dir / "metrics.jsonl") if "reward/mean" in r]
+    rows = [r for r in read_rows(run_dir / "metrics.jsonl") if column([r], "reward/mean")]
     if not rows:
         return False
     import matplotlib as mpl
@@ -54,6 +57,9 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     top.plot(steps, smooth, color=_POLICY, linewidth=2.4, label=f"mean of {WINDOW} steps")
     _label(top, (steps[-1], smooth[-1]), f"{smooth[-1]:.2f}", _POLICY)
     _heldout(top, results, steps)
+    for (name, points), color in zip(other_evaluations(results).items(), cycle(_OTHERS)):
+        x, y = zip(*points, strict=True)
+        top.plot(x, y, color=color, linewidth=1.2, marker="o", markersize=4, label=name)
     top.set_ylabel("reward", color=_INK)
     top.set_title(
         f"{run_dir.parent.name} / {run_dir.name}",
@@ -64,7 +70,9 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     )
     top.legend(frameon=False, loc="best", labelcolor=_INK, fontsize=9)
     staleness = [
-        (r["step"], r["staleness/mean"], r["staleness/max"]) for r in rows if "staleness/mean" in r
+        (r["step"], r["staleness/mean"], r["staleness/max"])
+        for r in rows
+        if column([r], "staleness/mean") and column([r], "staleness/max")
     ]
     if staleness:
         at, average, worst = zip(*staleness, strict=True)
@@ -81,11 +89,20 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
     return True
 
 
+def other_evaluations(results: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
+    """Returns the (step, mean) points of each evaluation that is not at the ends of the run."""
+    series: dict[str, dict[int, float]] = {}
+    for each in results.get(EVALUATIONS) or ():
+        if each["name"] not in _ENDS:
+            series.setdefault(str(each["name"]), {})[int(each["step"])] = float(each["mean"])
+    return {name: sorted(points.items()) for name, points in series.items()}
+
+
 def _heldout(axes: Any, results: dict[str, Any], steps: list[int]) -> None:
     """The recipe's evaluations, at the ends of the run."""
     found = [
         (name, (position, float(results[name])))
-        for name, position in (("heldout_before", steps[0] - 1), ("heldout_after", steps[-1]))
+        for name, position in zip(_ENDS, (steps[0] - 1, steps[-1]), strict=True)
         if isinstance(results.get(name), int | float)
     ]
     if not found:

@@ -39,6 +39,7 @@ from areal.training.step_rows import thin
 from areal.weights.servers import InferenceServer, ServerState, SyncStatus
 from areal_launch.view.watchdog import ask_speed
 
+_SPLITS_BY = "rollout/splits/"
 _WINDOW_S = 15.0
 _QUIET_S = 60.0
 LAST_LOOK_S = 15.0
@@ -91,10 +92,21 @@ class Snapshot:
         row = self.rows[-1] if self.rows else {}
         if not row.get("rollout/splits"):
             return ""
+        by_field = {
+            name.removeprefix(_SPLITS_BY): count
+            for name, count in row.items()
+            if name.startswith(_SPLITS_BY)
+        }
+        changed = ""
+        if by_field:
+            most = max(by_field, key=by_field.__getitem__)
+            at = row.get("rollout/splits_message")
+            of = "" if at is None else f" of a message (the earliest is messages[{at:.0f}])"
+            changed = f"since the agent changed {most}{of}; "
         return (
             f"step {row['step']}: {row['rollout/splits']:.0f} of {row['samples']} trajectories "
             "repeat the history of an earlier one instead of continuing it (rollout/splits): "
-            "areal show TASK prints what the agent changed, see docs/agents.md"
+            f"{changed}areal show TASK prints what changed, see docs/agents.md"
         )
 
     def _is_of_this_run(self, ledger: LedgerStats) -> bool:

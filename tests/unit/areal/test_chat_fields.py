@@ -18,7 +18,7 @@ from areal.tokenizer.chat_template import ChatTemplate
 from areal.types import GenerationHyperparameters
 from areal.workflows.conversation import Conversation
 from areal.workflows.multi_turn import MultiTurnWorkflow
-from areal.workflows.rlvr import RLVRWorkflow, check_prompts
+from areal.workflows.rlvr import RLVRWorkflow
 from areal.workflows.tool_calls import refuse_other_tools
 
 TOOL = {
@@ -202,13 +202,6 @@ def test_tool_workflow_when_a_row_lists_other_tools_then_refused() -> None:
     refuse_other_tools({}, [TOOL])
     with pytest.raises(InvalidInput, match=r"row field 'tools': 'sum', expected .*\(weather\)"):
         refuse_other_tools({"tools": [{"name": "sum"}]}, [TOOL])
-
-
-def test_prompts_when_one_is_too_long_then_its_row_is_named() -> None:
-    rows = [{"messages": [ASK]}, {"prompt": "x" * 90}, {"prompt": "x" * 91}]
-    check_prompts(RLVRWorkflow("math"), rows[:2], lambda: of(CHAT_TEMPLATE), 99)
-    with pytest.raises(InvalidInput, match=r"row 3: a prompt of 93 tokens .* at most 92 \(model"):
-        check_prompts(RLVRWorkflow("math"), rows, lambda: of(CHAT_TEMPLATE), 99)
 
 
 @pytest.mark.parametrize(

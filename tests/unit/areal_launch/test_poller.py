@@ -140,7 +140,8 @@ async def test_notices_when_conversations_split_in_many_steps_then_told_once(
     upstream: tuple[Upstream, EndpointsConfig],
 ) -> None:
     service, endpoints = upstream
-    service.trainer.more = {"rollout/splits": 3, "samples": 8}
+    service.trainer.more = {"rollout/splits": 3, "samples": 8, "train/loss": 0.1}
+    service.trainer.more |= {"rollout/splits/content": 2, "rollout/splits_message": 0}
     poller = StackPoller(endpoints, interval_s=0.02)
     told: list[str] = []
     poller.listen_notices(told.append)
@@ -152,6 +153,7 @@ async def test_notices_when_conversations_split_in_many_steps_then_told_once(
     await poller.close()
     [line] = told
     assert line.startswith("step 3: 3 of 8 trajectories repeat the history of an earlier one")
+    assert "changed content of a message (the earliest is messages[0])" in line
 
 
 async def test_poll_when_trainer_restarts_then_repeated_steps_replace_lost_ones(

@@ -12,7 +12,7 @@ from areal.config.learning_rules import of_config
 from areal.protocol.leases import LedgerStats
 from areal.types import TaskState
 from areal.weights.servers import SyncStatus
-from areal_launch.view.plots import plot_rewards
+from areal_launch.view.plots import other_evaluations, plot_rewards
 from areal_launch.view.poller import Snapshot
 from areal_launch.view.rows import column, moving_mean, read_rows
 from areal_launch.view.summary import (
@@ -28,6 +28,7 @@ def row(step: int, reward: float) -> dict[str, float]:
         "step": step,
         "reward/mean": reward,
         "samples": 8,
+        "train/loss": 0.1,
         "staleness/mean": 0.5,
         "staleness/max": 1,
     }
@@ -146,6 +147,30 @@ def test_plot_when_there_are_steps_then_a_png(tmp_path: Path) -> None:
     target = tmp_path / "reward.png"
     assert plot_rewards(tmp_path, target)
     assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_when_evaluations_have_other_names_then_each_is_a_series_by_step() -> None:
+    measured = [
+        {"name": name, "step": step, "mean": mean}
+        for name, step, mean in (
+            ("heldout", 20, 0.4), ("heldout", 0, 0.1), ("hard", 0, 0.5), ("heldout", 20, 0.3),
+            ("heldout_before", 0, 0.2), ("heldout_after", 40, 0.6),
+        )
+    ]  # fmt: skip
+    found = other_evaluations({"evaluations": measured})
+    assert found == {"heldout": [(0, 0.1), (20, 0.3)], "hard": [(0, 0.5)]}
+    assert other_evaluations({}) == {}
+
+
+def test_plot_when_figures_of_some_steps_are_missing_then_the_rest_is_drawn(
+    tmp_path: Path,
+) -> None:
+    rows = [row(step, step / 50) for step in range(1, 5)]
+    rows[1]["reward/mean"] = rows[2]["staleness/max"] = None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    measured = [{"name": "heldout", "step": step, "mean": 0.3} for step in (0, 2, 4)]
+    (tmp_path / "trainer.json").write_text(json.dumps({"evaluations": measured}))
+    assert plot_rewards(tmp_path, tmp_path / "reward.png")
 
 
 def test_plot_when_there_is_no_step_then_no_file(tmp_path: Path) -> None:

@@ -179,7 +179,10 @@ class FakeScorer:
 class FakeObserver:
     def __init__(self):
         self.outcomes, self.reasons, self.tokens, self.busy_s = Counter(), Counter(), 0, 0.0
-        self.drifts = 0
+        self.drifts, self.splits = 0, []
+
+    def conversations_split(self, trajectories):
+        self.splits += [each.split for each in trajectories if each.split]
 
     def episode_ended(self, outcome):
         self.outcomes[outcome] += 1

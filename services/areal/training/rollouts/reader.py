@@ -38,6 +38,7 @@ class Kept:
     outcome: str = TRAINED
     cause: str | None = None
     turns: list[dict[str, Any]] | None = field(default=None, repr=False)
+    split: str | None = None
     servers: list[str] = field(default_factory=list, repr=False)
     generation_s: float = 0.0
     queued_s: float = 0.0

@@ -19,6 +19,7 @@
 | versions | list of int32 | the policy version that sampled each token; -1 elsewhere |
 | rewards | list of float32 | where its reward came; an outcome is on the last sampled token |
 | advantages | list of float32 | as the loss used them; null where a recipe changed its batch |
+| split | string | which message and field of an agent's history changed; "" if none did |
 | servers | list of string | URLs of the inference servers that sampled its tokens |
 | generation_s | float32 | seconds that its answers took, interruptions included |
 | queued_s, episode_s, score_s | float32 | its group in the queue, in the workflow, for rewards |
@@ -170,6 +171,7 @@ def table_of(
         "versions": lists([each.token_versions for each in trajectories]),
         "rewards": lists([each.rewards for each in trajectories]),
         "advantages": pa.nulls(count, pa.list_(pa.float32())),
+        "split": some(lambda each: each.split, pa.string()),
         "servers": pa.array([each.servers for each in trajectories], pa.list_(pa.string())),
         "generation_s": pa.array([each.generation_s for each in trajectories], pa.float32()),
         "queued_s": seconds(lambda group: group.queued_s),

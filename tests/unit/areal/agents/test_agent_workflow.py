@@ -114,6 +114,8 @@ async def test_conversation_when_its_agent_rewrites_it_then_each_piece_but_the_f
     ledger = await ended(run, n_samples=2)
     [group] = ledger.completed.values()
     assert [each.reward_parts.get("splits", 0) for each in group.trajectories] == marked
+    where = {0: "", 1: "messages[0].content"}
+    assert [each.split for each in group.trajectories] == [where[each] for each in marked]
 
 
 async def test_run_when_it_posts_its_reward_then_that_counts():

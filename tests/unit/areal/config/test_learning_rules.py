@@ -40,6 +40,7 @@ def run(steps: int, seed: int = 0, **columns: Callable[[int], float] | float) ->
             "reward/lowest": 0.0,
             "reward/highest": 1.0,
             "group/zero_std": min(1.0, reward**8 + (1 - reward) ** 8 + noise.random() / 20),
+            "train/loss": 0.01,
             "train/advantage_abs": max(0.05, 0.8 * (1 - reward**8)),
             "rollout/truncated": 0.05,
             "rollout/length_max": 8,
@@ -64,7 +65,12 @@ def named(rows: Rows) -> list[str]:
 
 EQUAL = {"group/zero_std": 1.0, "train/advantage_abs": 0.0}
 FLAT = {"reward/mean": 0.3}
+IDLE = [
+    {key: value for key, value in row.items() if not key.startswith(("train/", "policy/"))}
+    for row in run(30)
+]
 FAULTY: dict[str, Rows] = {
+    "no_update": IDLE[:2],
     "one_sample_per_group": run(2, **EQUAL, **FLAT, samples=16),
     "equal_rewards": run(
         12, **EQUAL, **{"reward/mean": 0.5, "reward/lowest": 0.5, "reward/highest": 0.5}
@@ -152,6 +158,25 @@ def test_rows_when_a_step_in_the_past_had_no_advantage_then_the_line_ends_with_t
     assert named(rows[:5]) == ["no_advantage"]
     assert "step 5" in str(of_rows(rows[:5])[0])
     assert named(rows) == []
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30])
+def test_rows_when_nothing_was_ever_updated_then_named_with_the_steps(steps: int) -> None:
+    (finding,) = of_rows(IDLE[:steps])
+    first = max(1, steps - 19)
+    said = "step 1" if steps == 1 else f"steps {first} to {steps}"
+    assert str(finding).startswith(f"{said}: a batch was taken, but the policy was not updated")
+    assert "ppo_update" in finding.advice
+
+
+def test_rows_when_some_steps_are_left_out_or_warm_a_critic_up_then_no_line() -> None:
+    """A recipe may skip a batch that teaches nothing."""
+    assert named(IDLE[:19] + run(20)[19:]) == []
+    assert named([{**row, "critic/loss": 1.0, "critic/warmup": 1.0} for row in IDLE]) == []
+    forgotten = [{**row, "critic/loss": 1.0, "critic/warmup": 0.0} for row in IDLE]
+    assert named(forgotten) == ["no_update"]
+    gradient_not_finite = [{**row, "train/loss": None} for row in IDLE]
+    assert named(gradient_not_finite) == []
 
 
 def test_rows_when_only_dataset_rows_are_trained_on_then_no_line() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.unit.areal.workflows import chat_families
 from transformers import PreTrainedTokenizerFast
 
-from areal.datasets.chats import chat_unit
+from areal.datasets.chats import chat_unit, pair_unit
+from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
 
 
@@ -29,6 +30,7 @@ class Family(NamedTuple):
     tools: bool = True
     calls: int = 2
     reasoning: bool = False
+    thought: str = "reasoning_content"
     text_beside_call: bool = True
 
 
@@ -62,12 +64,12 @@ FAMILIES = {
         ["<|end|>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"],
         [], ["<|endoftext|>", "<|end|>"], tools=False, calls=0,
     ),
-    # Reasoning before a call goes once the answer follows: such chats are refused.
+    # Reasoning before a call goes once the answer follows.
     "gpt-oss": Family(
         ["<|return|>", "<|call|>", "<|endoftext|>", "<|end|>", "<|start|>", "<|channel|>",
          "<|message|>"],
-        [], ["<|return|>", "<|call|>", "<|endoftext|>"], calls=1, reasoning=False,
-        text_beside_call=False,
+        [], ["<|return|>", "<|call|>", "<|endoftext|>"], calls=1, reasoning=True,
+        thought="thinking", text_beside_call=False,
     ),
     "smollm3": Family(
         ["<|im_end|>", "<|end_of_text|>", "<|im_start|>"], [], ["<|im_end|>"],
@@ -126,7 +128,7 @@ def chats(draw: Any, family: Family) -> tuple[list[dict[str, Any]], list[dict[st
     def answer() -> dict[str, Any]:
         message = messages[-1]
         if family.reasoning and draw(st.booleans()):
-            message["reasoning_content"] = f"thought{len(messages)}x"
+            message[family.thought] = f"thought{len(messages)}x"
         return message
 
     if family.system and draw(st.booleans()):
@@ -156,6 +158,11 @@ def chats(draw: Any, family: Family) -> tuple[list[dict[str, Any]], list[dict[st
             last["content"] = ""
     offered = [TOOL] if family.tools and draw(st.booleans()) else None
     return messages, offered
+
+
+def begins(ids: list[int], whole: list[int]) -> bool:
+    """Whether a sequence is `whole`, perhaps with an end."""
+    return ids[: len(whole)] == whole and len(ids) <= len(whole) + 1
 
 
 def as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -190,10 +197,13 @@ def test_chat_when_of_any_family_then_ids_are_transformers_and_the_loss_is_what_
     for sequence in unit:
         ids, mask = sequence["input_ids"], sequence["loss_mask"]
         counts = [len(messages), *(turn + 1 for turn in reversed(turns))]
-        count = next(c for c in counts if ids[: len(rendered(c))] == rendered(c))
-        more = ids[len(rendered(count)) :]
-        assert len(more) <= 1
-        assert set(more) <= set(ours.eos_token_ids), "only an end is added"
+        count = next((c for c in counts if begins(ids, rendered(c))), None)
+        if count is None:  # the turn changes its own prompt
+            prompts = [(turn, rendered(turn, True)) for turn in reversed(turns)]
+            count = next(t for t, prompt in prompts if ids[: len(prompt)] == prompt) + 1
+        else:
+            more = ids[len(rendered(count)) :]
+            assert set(more) <= set(ours.eos_token_ids), "only an end is added"
         edges = [n for n, (a, b) in enumerate(pairwise([False, *mask, False])) if a != b]
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
             mine = [t for t in turns if t < count and len(rendered(t, True)) <= begin + 4]
@@ -215,5 +225,84 @@ def test_chat_when_of_any_family_then_ids_are_transformers_and_the_loss_is_what_
             said = f"word{number}x" in text
             has_word = message["content"] or message.get("tool_calls")
             assert said == (number == turn and bool(has_word))
-        if "reasoning_content" in messages[turn] and name != "gpt-oss":
+        if FAMILIES[name].thought in messages[turn]:
             assert f"thought{turn + 1}x" in text
+
+
+U: dict[str, Any] = {"role": "user", "content": "hi"}
+RAIN: dict[str, Any] = {"role": "tool", "name": "weather", "content": "rain"}
+CALL = " to=functions.weather<|channel|>commentary json<|message|>{}<|call|>"
+FINAL = "<|channel|>final<|message|>done.<|return|>"
+
+
+def thought(text: str) -> str:
+    return f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant"
+
+
+def gpt_oss(*messages: Any) -> list[list[str]]:
+    """What is learned of a chat, by sequence."""
+    ours, _ = both("gpt-oss")
+    found = []
+    for sequence in chat_unit(ours, messages, [TOOL]):
+        pairs = zip(sequence["loss_mask"], sequence["input_ids"], strict=True)
+        runs = groupby(pairs, key=lambda pair: pair[0])
+        found.append([ours.decode([i for _, i in run]) for learned, run in runs if learned])
+    return found
+
+
+def asks(**more: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": {}}
+    calls = [{"type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **more}
+
+
+def answers(**more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "done.", **more}
+
+
+@pytest.mark.parametrize(
+    ("messages", "learned"),
+    [
+        ([U, asks(thinking="t1"), RAIN, answers()], [[thought("t1") + CALL, FINAL]]),
+        ([U, asks(content="t1"), RAIN, answers()], [[thought("t1") + CALL, FINAL]]),
+        (
+            [U, asks(thinking="t1"), RAIN, asks(thinking="t2"), RAIN, answers(thinking="t3")],
+            [[thought("t1") + CALL, thought("t2") + CALL, thought("t3") + FINAL]],
+        ),
+        (
+            [U, asks(thinking="t1"), RAIN, answers(), U, answers()],
+            [[thought("t1") + CALL, FINAL], [FINAL]],
+        ),
+        ([U, asks(), RAIN, answers()], [[CALL, FINAL]]),
+    ],
+)
+def test_gpt_oss_when_it_thinks_before_a_call_then_each_turn_is_learned_as_it_is_served(
+    messages: list[dict[str, Any]], learned: list[list[str]]
+) -> None:
+    assert gpt_oss(*messages) == learned
+
+
+def test_pair_when_gpt_oss_thinks_before_a_call_then_the_answers_differ_after_its_prompt() -> None:
+    ours, _ = both("gpt-oss")
+    prompt = [U, asks(thinking="t1"), RAIN]
+    row = {"prompt": prompt, "chosen": [answers()], "rejected": [answers(content="no.")]}
+    for one, text in zip(pair_unit(ours, row), ("done.", "no."), strict=True):
+        ids = one["input_ids"]
+        assert ours.decode(ids).startswith(ours.render_chat(prompt, add_generation_prompt=True))
+        learned = [i for i, m in zip(ids, one["loss_mask"], strict=True) if m]
+        assert ours.decode(learned) == FINAL.replace("done.", text)
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([U, asks(content="t", thinking="t"), RAIN, answers()], "Cannot pass both content and"),
+        ([U, asks(tool_calls=asks()["tool_calls"] * 2), RAIN, answers()], r"tool_calls\[1\]"),
+        ([U, answers(content="<|channel|>final<|message|>x")], "containing <|channel|> tags"),
+    ],
+)
+def test_gpt_oss_when_its_template_cannot_show_a_chat_then_refused(
+    messages: list[dict[str, Any]], why: str
+) -> None:
+    with pytest.raises(InvalidInput, match=why.replace("|", r"\|")):
+        gpt_oss(*messages)

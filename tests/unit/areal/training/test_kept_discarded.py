@@ -107,12 +107,14 @@ def test_times_and_servers_when_kept_then_they_are_read(tmp_path: Path) -> None:
     one.queued_s, one.episode_s, one.score_s = 1.5, 4.0, 0.25
     one.trajectories[0].generation_s = 3.5
     one.trajectories[0].servers = ("http://a:1", "http://b:2")
+    one.trajectories[0].split = "messages[2].content"
     writer = writer_of(tmp_path)
     keep(writer, 1, one)
     writer.close()
     (read,) = RolloutFolder(tmp_path).read()
     assert (read.queued_s, read.episode_s, read.score_s, read.generation_s) == (1.5, 4, 0.25, 3.5)
     assert read.servers == ["http://a:1", "http://b:2"]
+    assert read.split == "messages[2].content"
 
 
 def test_turns_when_kept_then_each_stretch_has_its_text(tmp_path: Path, tiny_model: Path) -> None:
@@ -142,12 +144,13 @@ def test_files_of_an_earlier_release_when_read_then_what_they_lack_has_defaults(
     run = kept_run(tmp_path, tiny_model)
     for step in (1, 2):
         path = run / "rollouts" / file_name(step, 0)
-        names = ["outcome", "cause", "turns", "servers", "generation_s", "queued_s"]
+        names = ["outcome", "cause", "split", "turns", "servers", "generation_s", "queued_s"]
         table = parquet.read_table(path, partitioning=None)
         parquet.write_table(table.drop_columns([*names, "episode_s", "score_s"]), path)
     folder = RolloutFolder(run)
     late = folder.read([2])[0]
     assert (late.outcome, late.cause, late.servers, late.queued_s) == ("trained", None, [], 0.0)
+    assert late.split is None
     assert [turn["text"] for turn in folder.turns(late)][1] == "AB"
     export(str(run), tmp_path / "out.parquet", "rows", None, None)
     assert parquet.read_table(tmp_path / "out.parquet")["response"].to_pylist()[0] == "AB"
@@ -181,6 +184,33 @@ def test_show_when_groups_were_discarded_then_they_are_counted_listed_and_shown(
     assert "broken, dead_lettered before step 2: workflow_error after 3" in capsys.readouterr().out
     with pytest.raises(NotFound, match="no group was discarded before step 1"):
         show(str(run), "", 1, discarded=True, as_json=False)
+
+
+def test_show_when_a_conversation_split_then_the_message_and_both_texts_are_told(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = kept_run(tmp_path, tiny_model)
+    several = group("talk", 1.0, 1.0)
+    texts = [(b"it is 12:00, hi.", b"hello"), (b"it is 12:01, hi.hello, more?", b"no")]
+    for each, (prompt, answer) in zip(several.trajectories, texts, strict=True):
+        size = len(prompt) + len(answer)
+        each.input_ids = np.frombuffer(prompt + answer, np.uint8).astype(np.int32)
+        each.loss_mask = np.arange(size) >= len(prompt)
+        each.behavior_logprobs = each.rewards = np.zeros(size, np.float32)
+        each.token_versions = np.where(each.loss_mask, 1, -1).astype(np.int32)
+    several.trajectories[1].split = "messages[0].content"
+    writer = writer_of(run, model=str(tiny_model))
+    keep(writer, 3, several)
+    writer.close()
+    show(str(run), "talk", None, as_json=False)
+    out = capsys.readouterr().out
+    assert "sample 1 continues no earlier one: messages[0].content changed before answer 0" in out
+    assert "12:01, hi" in out
+    assert "12:00, hi" in out
+    assert out.count("continues no earlier one") == 1
+    show(str(run), "talk", None, as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert [one["split"] for one in shown] == ["", "messages[0].content"]
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])

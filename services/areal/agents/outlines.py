@@ -1,0 +1,132 @@
+"""What a conversation is made of, as digests: enough to name the message that was changed.
+
+    earlier   [system "12:00"] [user "hi"] [assistant ANSWER]
+    later     [system "12:01"] [user "hi"] [assistant ANSWER] [user "more"]
+               messages[0].content
+
+Each answer is stored with the outline of what is new since the answer that it continues, so a
+conversation of many turns is stored once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from areal.agents.chat import Answer, ChatRequest, digest
+from areal.tokenizer.json_text import dumps, loads
+from areal.workflows.rendering import Message
+
+TOOLS, VARIABLES = "tools", "chat_template_kwargs"
+_NEAR = 64
+"""How many answers back an earlier conversation is looked for."""
+_DIGITS = 12
+
+Part = tuple[str, list[str], list[list[str]]]
+"""A message: its role, digests of its content (an answer's, in each way in which clients send it
+back), and digests of the name and the arguments of each call."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The messages that a request and its answer add to the conversation that they continue."""
+
+    after: int | None
+    """The answer that ends that conversation; None: it begins here."""
+    about: list[str]
+    """Digests of the tools and of the chat template's variables."""
+    parts: list[Part]
+    """The last one is the answer."""
+
+    @classmethod
+    def of(
+        cls, request: ChatRequest, extends: int | None, new: Sequence[Message], answer: Answer
+    ) -> Self:
+        """Returns the outline of a request of which `new` are the messages since `extends`."""
+        last = _part({**answer.message, "content": ""})
+        texts = [_short(text.strip()) for text in answer.sent_back(request.begun)]
+        return cls(
+            extends,
+            [_short(request.tools), _short(request.variables)],
+            [*map(_part, new), (last[0], texts, last[2])],
+        )
+
+    @classmethod
+    def read(cls, content: str) -> Self:
+        """What `write` has written."""
+        return cls(**loads(content))
+
+    def write(self) -> str:
+        """As JSON."""
+        return dumps(vars(self)).decode()
+
+
+def difference(outlines: Sequence[str], number: int) -> str:
+    """Returns where the prompt of an answer first differs from the nearest earlier conversation.
+
+    Args:
+        outlines: Of all answers of a session by number; "": not known.
+        number: The answer.
+
+    Returns:
+        A path such as `messages[2].tool_calls[0].function.arguments`, `tools`, or
+        `chat_template_kwargs`; "" if there is nothing to compare, or no difference.
+    """
+    if not outlines[number]:
+        return ""
+    prompt = _whole(outlines, number)[:-1]
+    about = Outline.read(outlines[number]).about
+    most, found = -1, ""
+    for earlier in range(max(0, number - _NEAR), number):
+        if not outlines[earlier]:
+            continue
+        same, path = _first(_whole(outlines, earlier), prompt)
+        theirs = Outline.read(outlines[earlier]).about
+        for name, mine, other in zip((TOOLS, VARIABLES), about, theirs, strict=True):
+            path = name if mine != other else path
+        if same > most and path:
+            most, found = same, path
+    return found
+
+
+def _whole(outlines: Sequence[str], number: int) -> list[Part]:
+    """All messages of the conversation that ends with an answer."""
+    parts: list[list[Part]] = []
+    at: int | None = number
+    while at is not None and outlines[at]:
+        outline = Outline.read(outlines[at])
+        parts.append(outline.parts)
+        # An answer continues an earlier one, whatever a damaged outline says.
+        at = outline.after if outline.after is not None and outline.after < at else None
+    return [part for each in reversed(parts) for part in each]
+
+
+def _first(earlier: Sequence[Part], later: Sequence[Part]) -> tuple[int, str]:
+    """How many messages are equal, and the path of the first difference."""
+    for at, (one, other) in enumerate(zip(earlier, later, strict=False)):
+        if path := _differs(one, other):
+            return at, f"messages[{at}].{path}"
+    return min(len(earlier), len(later)), ""
+
+
+def _differs(one: Part, other: Part) -> str:
+    if one[0] != other[0]:
+        return "role"
+    if not set(one[1]) & set(other[1]):
+        return "content"
+    for at, (mine, theirs) in enumerate(zip(one[2], other[2], strict=False)):
+        for name, a, b in zip(("name", "arguments"), mine, theirs, strict=True):
+            if a != b:
+                return f"tool_calls[{at}].function.{name}"
+    return "tool_calls" if len(one[2]) != len(other[2]) else ""
+
+
+def _part(message: Message) -> Part:
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    calls = [[_short(each["name"]), _short(each["arguments"])] for each in functions]
+    return message["role"], [_short(message["content"].strip())], calls
+
+
+def _short(value: Any) -> str:
+    return digest(value)[:_DIGITS]
