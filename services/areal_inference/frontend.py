@@ -258,6 +258,8 @@ def read_model(config: InferenceConfig) -> ServedModel:
     except UnknownModel as error:
         why = str(error)
     try:
+        import transformers  # noqa: F401 - the back end imports it when it needs it
+
         from areal_inference.model.plain import PlainConfig
     except ImportError as error:
         raise ModelError(f"{why}; others need transformers: {error}") from None

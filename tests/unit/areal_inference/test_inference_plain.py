@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,15 @@ def test_model_when_transformers_cannot_serve_it_then_one_line_says_why(
         load_weights(str(tmp_path), chosen(tmp_path), torch.float32)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_model_when_transformers_is_not_installed_then_one_line_says_who_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]}))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelError, match=r"Qwen3MoeForCausalLM, expected .* need transformers: "):
+        chosen(tmp_path)
 
 
 def test_model_when_tokens_see_later_ones_then_refused(tmp_path: Path) -> None:
