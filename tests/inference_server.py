@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 REPOSITORY = Path(__file__).parent.parent
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 
 
 def make_model(folder: Path, kind: str = "qwen2", *, seed: int = 0, **options: Any) -> Any:

@@ -39,6 +39,8 @@ _SEEING = "tests/e2e/test_judged_and_seeing_recipes.py"
 # Name of a file in examples/ -> its test.
 MINIATURES = {
     "anthropic_agent": f"{_AGENTS}[anthropic_agent]",
+    "arithmetic_models": f"{_LOOPS}::test_arithmetic_models_when_run_then_engine_and_trainer_agree_"
+    "over_updates[qwen3_5]",
     "arithmetic_grpo": f"{_LOOPS}::test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_"
     "and_no_more[2]",
     "clevr_count": f"{_SEEING}::test_clevr_count_when_run_then_servers_and_trainer_see_the_same_"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from areal.errors import InvalidInput
 from areal_inference.decode.grammar import KINDS, Grammar, GrammarError
 from areal_inference.decode.request import Request, SamplingParams
-from areal_inference.model.config import ModelConfig
+from areal_inference.model.config import ServedModel
 
 if TYPE_CHECKING:
     from areal_inference.model.vision import See
@@ -103,7 +103,7 @@ class Limits:
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def of(cls, model: ModelConfig, context_length: int, max_total_tokens: int) -> Limits:
+    def of(cls, model: ServedModel, context_length: int, max_total_tokens: int) -> Limits:
         """Limits of a model served with this context and cache."""
         return cls(
             vocab_size=model.vocab_size,

@@ -22,11 +22,11 @@ from areal_inference.decode.engine import Engine, EngineError
 from areal_inference.decode.grammar import Grammar, Grammars
 from areal_inference.decode.scheduler import Scheduler
 from areal_inference.metrics import Metrics
-from areal_inference.model.config import ModelConfig
+from areal_inference.model.config import ModelConfig, ModelError, ServedModel, UnknownModel
 
 if TYPE_CHECKING:
     from areal.models.cpu_matmul import Storage
-    from areal_inference.decode.runner import ModelRunner
+    from areal_inference.decode.runner import Cache, Decoder, ModelRunner
     from areal_inference.model.vision import See
 
 _DEFAULT_CACHE_BYTES = 1 << 30
@@ -45,7 +45,7 @@ class Frontend:
     def __init__(
         self,
         config: InferenceConfig,
-        model: ModelConfig,
+        model: ServedModel,
         on_failure: Callable[[Exception], None],
     ):
         dtype = serving_dtype(config.dtype, Path(config.model_path), gpu=False)
@@ -75,22 +75,13 @@ class Frontend:
         import torch
 
         from areal_inference.decode.runner import ModelRunner
-        from areal_inference.model.kv_cache import KVCache
-        from areal_inference.model.transformer import Model
-        from areal_inference.model.weights import load_weights
 
         torch.set_num_threads(1)
         config = self.config
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        weights = load_weights(config.model_path, self.model, dtype, storage=self.storage)
+        model, cache = self._decoder()
         runner = ModelRunner(
-            Model(self.model, weights, self.context_length),
-            KVCache(
-                self.model,
-                self.storage.dtype,
-                max_rows=config.max_running_requests,
-                max_length=self.context_length,
-            ),
+            model,
+            cache,
             max_total_tokens=self.max_total_tokens,
             max_prefill_tokens=config.max_prefill_tokens,
             seed=config.random_seed,
@@ -101,6 +92,33 @@ class Frontend:
             max_prefill_tokens=config.max_prefill_tokens,
             weight_version=config.weight_version,
         )
+
+    def _decoder(self) -> tuple[Decoder, Cache]:
+        """The model with its weights, and an empty cache."""
+        import torch
+
+        from areal_inference.model.weights import Weights, load_weights
+
+        config, model = self.config, self.model
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        weights = load_weights(config.model_path, model, dtype, storage=self.storage)
+        if not isinstance(model, ModelConfig):
+            from areal_inference.model.plain import PlainConfig, PlainModel
+            from areal_inference.model.plain_cache import PlainCache
+
+            assert isinstance(model, PlainConfig), "no third kind"
+            return PlainModel(model, weights), PlainCache(self.context_length)
+        from areal_inference.model.kv_cache import KVCache
+        from areal_inference.model.transformer import Model
+
+        assert isinstance(weights, Weights), "of the fast decoder"
+        cache = KVCache(
+            model,
+            self.storage.dtype,
+            max_rows=config.max_running_requests,
+            max_length=self.context_length,
+        )
+        return Model(model, weights, self.context_length), cache
 
     def _oldest_requests(self) -> Iterator[Wait]:
         scheduler = self.engine.scheduler
@@ -228,7 +246,27 @@ class Frontend:
         return lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip))
 
 
-def _context_length(config: InferenceConfig, model: ModelConfig) -> int:
+def read_model(config: InferenceConfig) -> ServedModel:
+    """Read what is to be served: for the fast decoder, or else for transformers.
+
+    Raises:
+        ModelError: neither can, or the folder is no model's.
+    """
+    folder = Path(config.model_path)
+    try:
+        return ModelConfig.from_folder(folder)
+    except UnknownModel as error:
+        why = str(error)
+    try:
+        import transformers  # noqa: F401 - the back end imports it when it needs it
+
+        from areal_inference.model.plain import PlainConfig
+    except ImportError as error:
+        raise ModelError(f"{why}; others need transformers: {error}") from None
+    return PlainConfig.from_folder(folder, serving_dtype(config.dtype, folder, gpu=False))
+
+
+def _context_length(config: InferenceConfig, model: ServedModel) -> int:
     asked, most = config.context_length, model.max_position_embeddings
     if asked is not None and asked > most:
         get_logger("areal_inference.frontend").warning(
@@ -237,12 +275,12 @@ def _context_length(config: InferenceConfig, model: ModelConfig) -> int:
     return min(asked or most, most)
 
 
-def _storage(config: InferenceConfig, model: ModelConfig) -> Storage:
+def _storage(config: InferenceConfig, model: ServedModel) -> Storage:
     """How this machine multiplies the model's matrices fast."""
     from areal.models.cpu_matmul import FLOAT32, choose_here
     from areal_inference.model.weights import model_shapes
 
-    if config.dtype == "float32":
+    if config.dtype == "float32" or not isinstance(model, ModelConfig):
         return FLOAT32
     choice = choose_here(sum(math.prod(shape) for shape in model_shapes(model).values()))
     get_logger("areal_inference.frontend").info(
@@ -252,16 +290,16 @@ def _storage(config: InferenceConfig, model: ModelConfig) -> Storage:
 
 
 def _max_total_tokens(
-    config: InferenceConfig, model: ModelConfig, context_length: int, element: int
+    config: InferenceConfig, model: ServedModel, context_length: int, element: int
 ) -> int:
     if config.max_total_tokens is not None:
         return config.max_total_tokens
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element
+    per_token = model.cache_values * element
     return min(config.max_running_requests * context_length, _DEFAULT_CACHE_BYTES // per_token)
 
 
-def _sight(config: InferenceConfig, model: ModelConfig) -> See | None:
-    if model.vision is None:
+def _sight(config: InferenceConfig, model: ServedModel) -> See | None:
+    if not isinstance(model, ModelConfig) or model.vision is None:
         return None
     from areal_inference.model.vision import make_see
 

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import signal
 import sys
-from pathlib import Path
 
 from areal.chassis.http_server import HttpServer, bind
 from areal.chassis.logging import get_logger
@@ -15,9 +14,8 @@ from areal.security import Security
 from areal_inference.cli import command_line
 from areal_inference.config import InferenceConfig
 from areal_inference.decode.engine import EngineError
-from areal_inference.frontend import Frontend
+from areal_inference.frontend import Frontend, read_model
 from areal_inference.http_api.app import build_app
-from areal_inference.model.config import ModelConfig
 
 _DRAIN_S = 5.0
 
@@ -40,8 +38,7 @@ class InferenceServer:
         sys.setswitchinterval(0.0005)
         self._stop = asyncio.Event()
         self._failures: list[Exception] = []
-        model = ModelConfig.from_folder(Path(config.model_path))
-        self._frontend = Frontend(config, model, self._failed)
+        self._frontend = Frontend(config, read_model(config), self._failed)
         self._listener = bind(config.host, config.port, "inference.port")
         self._http = HttpServer(
             build_app(self._frontend, security),

@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from tests.containers import image_of, store_in_container
-from tests.contract.engines import ENGINES, EngineUnderTest, Http, running_engine
+from tests.contract.engines import ENGINES, EngineUnderTest, Http, make_versions, running_engine
 from tests.contract.transport_rig import Rig, open_rig
-from tests.inference_server import make_model, save_tokenizer
 from tests.ledger_support import Book, open_book
 from tests.redis_server import start_redis
 
 VERSIONS = 4
 
 
+Versions = Callable[[str], tuple[list[Path], list[Any]]]
+
+
 @pytest.fixture(scope="session")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Any]]:
-    """Folders and models of versions 0, 1, …: all different."""
-    root = tmp_path_factory.mktemp("versions")
-    folders = [root / str(index) for index in range(VERSIONS)]
-    models = []
-    for index, folder in enumerate(folders):
-        folder.mkdir()
-        models.append(make_model(folder, seed=20 + index, max_position_embeddings=8192))
-        save_tokenizer(folder)
-    return folders, models
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    """Makes the folders and models of versions 0, 1, … for an engine, once."""
+
+    @cache
+    def made(name: str) -> tuple[list[Path], list[Any]]:
+        return make_versions(name, tmp_path_factory.mktemp(f"versions-{name}"), VERSIONS)
+
+    return made
 
 
 @pytest.fixture(scope="session", params=ENGINES)
 def engine(
-    request: pytest.FixtureRequest,
-    versions: tuple[list[Path], list[Any]],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, versions: Versions, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
     """One server for the whole suite."""
     log = tmp_path_factory.mktemp("engine") / "server.log"
-    with running_engine(request.param, *versions, log) as running:
+    with running_engine(request.param, *versions(request.param), log) as running:
         yield running
 
 

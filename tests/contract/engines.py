@@ -18,11 +18,12 @@ from typing import Any
 
 import aiohttp
 import torch
-from tests.inference_server import REPOSITORY, running_server
+from tests.inference_server import REPOSITORY, make_model, running_server, save_tokenizer
 from tests.ports import free_port
 
-ENGINES = ["embedded", "real"] if os.environ.get("AREAL_TEST_SGLANG") else ["embedded"]
-"""What the suites run against; `make test-sglang` adds SGLang."""
+ENGINES = ["embedded", "plain", *(["real"] if os.environ.get("AREAL_TEST_SGLANG") else [])]
+"""What the suites run against: the CPU engine's fast decoder, its plain back end, and SGLang, which
+`make test-sglang` adds."""
 SERVE = REPOSITORY / "tools" / "sglang_cpu" / "serve.sh"
 START_TIMEOUT_S = 500.0
 """SGLang imports for a minute, and for several on a busy machine."""
@@ -35,7 +36,7 @@ class EngineUnderTest:
     """One running server and the models it can be switched between; version i is models[i]."""
 
     name: str
-    """ "embedded" (areal-inference) or "real" (SGLang)."""
+    """ "embedded", "plain" (both areal-inference) or "real" (SGLang)."""
     url: str
     pid: int
     """The process that answers."""
@@ -48,8 +49,8 @@ class EngineUnderTest:
 
     @property
     def long(self) -> int:
-        """Tokens of a request that is still running after a few updates; the real one is slow."""
-        return 400 if self.real else 1500
+        """Tokens of a request that is still running after a few updates."""
+        return 1500 if self.name == "embedded" else 400
 
     def model(self, version: str) -> Any:
         return self.models[int(version)]
@@ -143,7 +144,7 @@ def running_engine(
     """A ready server at version 0."""
     flags = ("--weight-version", "0", "--random-seed", "5", "--context-length", str(CONTEXT))
     flags += ("--max-running-requests", "16")
-    if name == "embedded":
+    if name != "real":
         with running_server(folders[0], *flags) as server:
             yield EngineUnderTest(name, server.url, server.process.pid, folders, models)
         return
@@ -197,6 +198,66 @@ def _wait_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.3)
+
+
+def make_versions(name: str, root: Path, count: int) -> tuple[list[Path], list[Any]]:
+    """Folders and models of versions 0, 1, …, all different, for one of ENGINES."""
+    make = make_composite if name == "plain" else make_model
+    folders, models = [root / str(index) for index in range(count)], []
+    for index, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        models.append(make(folder, seed=20 + index, max_position_embeddings=8192))
+        save_tokenizer(folder)
+    return folders, models
+
+
+def make_composite(folder: Path, *, seed: int, max_position_embeddings: int) -> Any:
+    """Save a random Qwen3.5: a delta rule, an attention, and a tower that nothing uses."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    tower = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+    }
+    places = ("image", "video", "vision_start", "vision_end")
+    config = Qwen3_5Config(
+        text_config=text,
+        vision_config=tower,
+        tie_word_embeddings=True,
+        **{f"{name}_token_id": VOCABULARY - 1 - at for at, name in enumerate(places)},
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = Qwen3_5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+    model.save_pretrained(folder)
+    return model
 
 
 def output_logprobs(answer: Any) -> torch.Tensor:

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -202,11 +201,11 @@ async def test_client_when_cancelled_then_the_server_stops_working_on_it(http: H
 
 
 @pytest.fixture
-def victim(
-    engine: EngineUnderTest, versions: tuple[list[Path], list[Any]], tmp_path: Path
-) -> Iterator[EngineUnderTest]:
+def victim(engine: EngineUnderTest, tmp_path: Path) -> Iterator[EngineUnderTest]:
     """A second server of the same kind, at version 0; the test kills it."""
-    with running_engine(engine.name, *versions, tmp_path / "victim.log") as running:
+    with running_engine(
+        engine.name, engine.folders, engine.models, tmp_path / "victim.log"
+    ) as running:
         yield running
 
 

@@ -9,13 +9,12 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.contract.conftest import ENGINES
+from tests.contract.conftest import ENGINES, Versions
 from tests.contract.engines import EngineUnderTest, Http, running_engine
 
 Tensors = dict[str, torch.Tensor]
@@ -24,12 +23,12 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(scope="module", params=ENGINES)
 def mortal(
     request: pytest.FixtureRequest,
-    versions: tuple[list[Path], list[Any]],
+    versions: Versions,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineUnderTest]:
     """A server of this file's own: the last test may end it."""
     log = tmp_path_factory.mktemp("mortal") / "server.log"
-    with running_engine(request.param, *versions, log) as running:
+    with running_engine(request.param, *versions(request.param), log) as running:
         yield running
 
 
@@ -43,12 +42,19 @@ def unknown(tensors: Tensors) -> None:
     tensors["model.layers.0.self_attn.r_proj.weight"] = torch.zeros(4, 4)
 
 
+def norm(tensors: Tensors) -> str:
+    """The decoder's last one: composites have it below the language model."""
+    return next(
+        n for n in tensors if n.endswith(("model.norm.weight", "language_model.norm.weight"))
+    )
+
+
 def missing(tensors: Tensors) -> None:
-    del tensors["model.norm.weight"]
+    del tensors[norm(tensors)]
 
 
 def not_finite(tensors: Tensors) -> None:
-    tensors["model.norm.weight"][0] = float("nan")
+    tensors[norm(tensors)][0] = float("nan")
 
 
 @pytest.mark.parametrize("spoil", [unknown, missing, not_finite])

@@ -48,7 +48,11 @@ def spelling(request, tmp_path_factory) -> Iterator[EngineUnderTest]:
     """An engine around a model whose tokens are bytes."""
     from transformers import AutoModelForCausalLM
 
-    folder = make_tiny_model(tmp_path_factory.mktemp("spelling"), num_hidden_layers=1)
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("spelling"),
+        architecture="qwen3_moe" if request.param == "plain" else "qwen2",
+        num_hidden_layers=1,
+    )
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with running_spelling(request.param, folder, folder / "server.log") as (url, pid):
         yield EngineUnderTest(request.param, url, pid, [folder], [model])

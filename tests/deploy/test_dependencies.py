@@ -49,6 +49,13 @@ OPTIONAL = {
     # A model that sees says that it needs them.
     ("areal_inference.model.vision", "pillow"),
     ("areal_inference.model.vision", "transformers"),
+    # So does a model of an architecture that the CPU engine's own decoder lacks.
+    ("areal.engines.model.attention.dispatch", "transformers"),
+    ("areal.engines.model.fill", "transformers"),
+    ("areal.engines.model.hub_names", "transformers"),
+    ("areal.engines.model.source", "transformers"),
+    ("areal_inference.frontend", "transformers"),
+    ("areal_inference.model.plain", "transformers"),
 }
 
 

@@ -157,6 +157,33 @@ def test_prepare_batch_when_eta_is_given_then_staleness_reaches_it_and_no_more(
     assert summary["weight_updates"]["count"] == 8
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_5"])
+def test_arithmetic_models_when_run_then_engine_and_trainer_agree_over_updates(
+    tmp_path: Path, architecture: str
+) -> None:
+    stack = RunningStack(tmp_path / "runs" / "arithmetic-models" / "mini")
+    summary, rows = run(
+        stack,
+        tmp_path,
+        str(ROOT / "examples" / "arithmetic_models.py"),
+        f"architecture={architecture}",
+        "trial_name=mini",
+        "rollout.max_head_offpolicyness=0",
+        "actor.optimizer.lr=3e-3",
+        "warm_start_steps=1",
+        "total_train_steps=4",
+        "train_dataset.batch_size=8",
+        "gconfig.n_samples=4",
+        "heldout_problems=10",
+        "train_problems=400",
+    )
+    assert summary["weight_updates"]["count"] == 4
+    assert "plain_decoder" in stack.log("inference-0")
+    # What the servers said of their tokens is what the trainer computes of them, at each version.
+    assert all(row["mismatch/max"] <= 1e-4 for row in rows)
+
+
 def test_eval_only_when_run_then_every_answer_is_kept_and_nothing_is_trained(
     tmp_path: Path,
 ) -> None:

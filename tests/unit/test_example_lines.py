@@ -25,6 +25,7 @@ SETTINGS = sorted(EXAMPLES.glob("*.yaml"))
 COMMAND = re.compile(r"\bareal (?:run|eval) [^`\n]*")
 # Those of the plan: one of them has only settings, for another one's recipe.
 NAMES = (
+    "arithmetic_models",
     *("arithmetic_grpo", "gsm8k_grpo", "gsm8k_sft", "ppo_critic", "dpo", "reward_model", "distill"),
     *("lora_grpo", "clevr_count", "tldr", "reasoning_gym", "eval_only", "multi_turn_math"),
     *("tool_calculator", "openai_agent", "openai_agents_sdk", "anthropic_agent", "search_agent"),

@@ -122,6 +122,17 @@ def _rows_alone(
     return Row(name or example.replace("_", "-"), title, OFFLINE, overrides, example, measure)
 
 
+def _architecture(name: str, title: str, *control: str) -> Row:
+    return Row(
+        f"{name.replace('_', '-')}{'-control' if control else ''}",
+        title,
+        ARCHITECTURES,
+        (f"architecture={name}", *control),
+        "arithmetic_models",
+        STILL if control else Measure(),
+    )
+
+
 def _task(example: str, title: str, measure: Measure, *overrides: str, packages: str = "") -> Row:
     name = example.replace("_", "-") + ("-control" if "control=true" in overrides else "")
     return Row(name, title, TASKS, overrides, example, measure, packages=packages)
@@ -132,6 +143,7 @@ PACKAGES = {AGENTS_SDK: "make test-agents-sdk"}
 """Folders of packages that the environment does not have, and the command that fills each."""
 
 FAMILY = "Algorithms"
+ARCHITECTURES = "Architectures"
 ASYNCHRONY = "Asynchrony"
 FAST = "Asynchrony at the full rate"
 PLAIN = "actor.prox_logp_method=behavior"
@@ -179,6 +191,10 @@ ROWS = [
         ("actor.lora={}", "actor.optimizer.lr=3e-3"),
         measure=Measure(least=0.27),  # 80 % of what full training rises by
     ),
+    _architecture("qwen3_moe", "Mixture of experts (Qwen3-MoE)"),
+    _architecture("qwen3_moe", "Mixture of experts, shuffled rewards (control)", "control=true"),
+    _architecture("qwen3_5", "Delta rule, unused vision tower (Qwen3.5)"),
+    _architecture("qwen3_5", "Delta rule, shuffled rewards (control)", "control=true"),
     *[_staleness(eta, kind="half") for eta in (0, 1, 2, 4, 8)],
     _staleness(8, PLAIN, kind="half-plain", title="plain PPO"),
     *[_staleness(eta) for eta in (0, 1, 2, 4, 8)],

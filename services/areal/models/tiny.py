@@ -1,4 +1,4 @@
-"""A tiny Qwen2 model that really learns on a CPU, with a byte-level tokenizer.
+"""A tiny model that really learns on a CPU, with a byte-level tokenizer; a Qwen2 by default.
 
 Hidden 128, 3 layers, 4 heads (2 for keys and values), intermediate 384, tied embeddings: 0.62 M
 parameters, saved as a Hugging Face directory. The tokenizer has 261 tokens: id b is byte b, then
@@ -18,6 +18,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from areal.errors import InvalidInput
+
 PAD_TOKEN, SYSTEM_TOKEN, USER_TOKEN = "<|pad|>", "<|system|>", "<|user|>"
 ASSISTANT_TOKEN, END_TOKEN = "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD_TOKEN, SYSTEM_TOKEN, USER_TOKEN, ASSISTANT_TOKEN, END_TOKEN)
@@ -26,6 +28,9 @@ VOCAB_SIZE = 261
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image|>", "<|video|>"
 IMAGE_ID, VIDEO_ID = 261, 262
 """Of the model that sees."""
+ARCHITECTURES = ("qwen2", "qwen3_moe", "qwen3_5")
+"""Of `make_tiny_model`: a dense decoder; 8 experts, 2 for a token; a checkpoint of several models,
+whose every second layer is a gated delta rule and whose vision tower text does not use."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -112,6 +117,7 @@ def save_tokenizer(
 def make_tiny_model(
     directory: str | Path,
     *,
+    architecture: str = "qwen2",
     seed: int = 0,
     hidden_size: int = 128,
     num_hidden_layers: int = 3,
@@ -125,6 +131,7 @@ def make_tiny_model(
 
     Args:
         directory: created if missing; its files are overwritten.
+        architecture: one of ARCHITECTURES.
         seed: seed of the weights; the caller's random state does not change.
         hidden_size: width.
         num_hidden_layers: depth.
@@ -137,34 +144,89 @@ def make_tiny_model(
     Returns:
         The directory, with config.json, generation_config.json, model.safetensors, tokenizer.json
         and tokenizer_config.json.
+
+    Raises:
+        InvalidInput: unknown architecture.
     """
     import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import GenerationConfig
 
     directory = Path(directory)
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE + len(texts),
-        hidden_size=hidden_size,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        intermediate_size=intermediate_size,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=END_ID,
-        pad_token_id=PAD_ID,
-        dtype="float32",
+    kind, config = _configured(
+        architecture,
+        {
+            "vocab_size": VOCAB_SIZE + len(texts),
+            "hidden_size": hidden_size,
+            "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": num_attention_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "intermediate_size": intermediate_size,
+            "max_position_embeddings": max_position_embeddings,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": END_ID,
+            "pad_token_id": PAD_ID,
+            "dtype": "float32",
+        },
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = kind(config)
     model.generation_config = GenerationConfig(
         eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=True, temperature=1.0
     )
     model.save_pretrained(directory)
     save_tokenizer(directory, texts=texts)
     return directory
+
+
+def _configured(architecture: str, common: dict[str, Any]) -> tuple[Any, Any]:
+    """A class of transformers and its configuration."""
+    import transformers
+
+    if architecture == "qwen2":
+        return transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**common)
+    head_dim = common["hidden_size"] // common["num_attention_heads"]
+    if architecture == "qwen3_moe":
+        experts = {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": common["intermediate_size"] // 3,
+        }
+        config = transformers.Qwen3MoeConfig(**common, **experts, head_dim=head_dim)
+        return transformers.Qwen3MoeForCausalLM, config
+    if architecture != "qwen3_5":
+        expected = f"expected one of {', '.join(ARCHITECTURES)}"
+        raise InvalidInput(f"architecture={architecture!r}: {expected}")
+    places, words = ("image", "video", "vision_start", "vision_end"), common["vocab_size"]
+    kinds = ("full_attention", "linear_attention")
+    text = {
+        **common,
+        "vocab_size": words + len(places),
+        "head_dim": head_dim,
+        "layer_types": [kinds[index % 2] for index in range(common["num_hidden_layers"])],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
+    }
+    tower = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": common["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    whole = transformers.Qwen3_5Config(
+        text_config=text,
+        vision_config=tower,
+        tie_word_embeddings=True,
+        dtype="float32",
+        **{f"{name}_token_id": words + number for number, name in enumerate(places)},
+    )
+    return transformers.Qwen3_5ForConditionalGeneration, whole
 
 
 def make_tiny_seeing_model(directory: str | Path, *, seed: int = 0) -> Path:

@@ -3,17 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from areal_inference.decode.request import Request
 from areal_inference.decode.sampling import SamplingBatch, sample
-from areal_inference.model.kv_cache import KVCache, round_up
-from areal_inference.model.transformer import Model
-from areal_inference.model.weights import Weights
+from areal_inference.model.kv_cache import round_up
+from areal_inference.model.vision import Seen
 
 _LOGITS_ROWS = 256
 """Prompt positions whose logits exist at once: bounds the memory of input logprobs."""
+
+
+class Cache(Protocol):
+    """What decoders remember of running requests (`kv_cache`, `plain_cache`)."""
+
+    @property
+    def length(self) -> int:
+        """Positions of a row."""
+
+    def reserve(self, rows: int, length: int, budget: int) -> None:
+        """Make room."""
+
+    def share(self, source: int, targets: list[int], length: int) -> None:
+        """Copy the head of one row to others."""
+
+    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy rows to other rows."""
+
+    def clear(self, row: int) -> None:
+        """Wipe a row."""
+
+    def reset(self) -> None:
+        """Release the memory."""
+
+
+class Decoder(Protocol):
+    """A model whose weights can be replaced between two calls (`transformer`, `plain`)."""
+
+    weights: Any
+    """A `WeightSet` of its own kind."""
+
+    def prefill(
+        self,
+        cache: Any,
+        rows: list[int],
+        sequences: Sequence[list[int]],
+        seen: Sequence[Seen | None],
+    ) -> Any:
+        """See `transformer.Model.prefill`."""
+
+    def decode(
+        self, cache: Any, tokens: Tensor, positions: Tensor, span: int, shifts: Tensor | None
+    ) -> Tensor:
+        """See `transformer.Model.decode`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `transformer.Model.logits`."""
 
 
 class ModelRunner:
@@ -29,8 +77,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
-        cache: KVCache,
+        model: Decoder,
+        cache: Cache,
         *,
         max_total_tokens: int,
         max_prefill_tokens: int,
@@ -67,7 +115,7 @@ class ModelRunner:
         """See `KVCache.clear`."""
         self.cache.clear(row)
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: Any) -> None:
         """Use other weights from the next call on."""
         self.model.weights = weights
 
@@ -83,12 +131,10 @@ class ModelRunner:
         """Fill each request's row from its prompt and output so far, without the last token."""
         for group in _similar_lengths(requests, self._max_prefill_tokens):
             sequences = [(r.input_ids + r.output_ids)[:-1] for r in group]
-            width = max(len(ids) for ids in sequences)
             hidden = None
-            if width:
-                padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
+            if any(sequences):
                 hidden = self.model.prefill(
-                    self.cache, [r.row for r in group], padded, [r.seen for r in group]
+                    self.cache, [r.row for r in group], sequences, [r.seen for r in group]
                 )
             for index, request in enumerate(group):
                 if request.logprob_start >= 0 and request.input_logprobs is None:

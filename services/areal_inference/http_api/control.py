@@ -25,7 +25,7 @@ from areal_inference.http_api.weight_groups import RECEIVE, GroupRoutes, Groups,
 
 if TYPE_CHECKING:
     from areal_inference.model.sources import Source
-    from areal_inference.model.weights import Weights
+    from areal_inference.model.weights import WeightSet
 
 _MAX_FLUSH_WAIT_S = 3600.0
 _PAUSE = {**COMMON, "mode": str}
@@ -99,7 +99,7 @@ class Staged:
 
     stamp: tuple[Any, ...]
     """What the folder was when it was read; see `folder_stamp`."""
-    weights: Weights
+    weights: WeightSet
 
 
 def folder_stamp(location: str) -> tuple[Any, ...]:
@@ -118,10 +118,12 @@ class _Control:
         self._headers = headers
         self._timeout = frontend.config.command_timeout_s
         self._staged: Staged | None = None
-        self._spare: Weights | None = None  # the set before the current one: the next load fills it
+        self._spare: WeightSet | None = (
+            None  # the set before the current one: the next load fills it
+        )
         self.groups = Groups(frontend.model)
 
-    def sets(self) -> Iterator[Weights]:
+    def sets(self) -> Iterator[WeightSet]:
         """All weights in memory, that which serves first."""
         if not self._frontend.scheduler.unloaded:
             yield self._frontend.runner.model.weights

@@ -25,7 +25,7 @@ from areal_inference.http_api.requests import json_response
 
 if TYPE_CHECKING:
     from areal.weights.safetensors import Layout
-    from areal_inference.model.weights import Weights
+    from areal_inference.model.weights import WeightSet
 
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
 
@@ -33,7 +33,7 @@ _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
 class Giving:
     """The route; `sets` are the weights that this server holds now."""
 
-    def __init__(self, sets: Callable[[], Iterable[Weights]]) -> None:
+    def __init__(self, sets: Callable[[], Iterable[WeightSet]]) -> None:
         self._sets = sets
 
     async def get(self, http: HttpRequest) -> Response:
@@ -63,7 +63,7 @@ class Giving:
         return Response(body, 206, headers, "application/octet-stream")
 
 
-def _read(weights: Weights, layout: Layout, begin: int, end: int) -> bytes:
+def _read(weights: WeightSet, layout: Layout, begin: int, end: int) -> bytes:
     """Bytes of a file that was never written."""
     parts = [layout.header[begin:end]]
     for place in layout.places:

@@ -28,7 +28,7 @@ from areal.weights.publisher import TransportError
 from areal.weights.safetensors import TensorPlace
 from areal_inference.api import RequestError, SchemaError
 from areal_inference.http_api.requests import COMMON, json_response, read_object
-from areal_inference.model.config import ModelConfig
+from areal_inference.model.config import ServedModel
 from areal_inference.model.sources import Stored, WeightError, one_by_one
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Groups:
         >>> source = await groups.receive({"names": [...], "group_name": "areal-7f3a91", ...})
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._groups: dict[str, ProcessGroup] = {}
         self._numbers = itertools.count(1)
@@ -182,7 +182,7 @@ class Groups:
             source.add(wanted.name, wanted.dtype, wanted.digest, tensor)
 
 
-def _plan(body: dict[str, Any], model: ModelConfig, source: MemorySource) -> list[WeightTensor]:
+def _plan(body: dict[str, Any], model: ServedModel, source: MemorySource) -> list[WeightTensor]:
     """The tensors of a request, if they are this model's."""
     from areal_inference.model.weights import model_shapes
 

@@ -18,6 +18,10 @@ class ModelError(InvalidInput):
     """The model folder is missing, broken or of a kind this engine cannot run. One line."""
 
 
+class UnknownModel(ModelError):
+    """The fast decoder does not know the architecture, or one of its options."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Rope:
     """Frequency rescaling of Llama 3.1 (transformers' rope_type "llama3")."""
@@ -42,38 +46,56 @@ class VisionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ServedModel:
+    """What the server needs to know of any model."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: frozenset[int]
+    vision: VisionConfig | None = None
+    """None: it takes no images here."""
+
+    @property
+    def cache_values(self) -> int:
+        """Return how many numbers the cache keeps for a token."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(ServedModel):
     """Shape of a Qwen2 or Llama decoder, and what it sees with.
 
     Example:
         hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=261
     """
 
-    architecture: str
-    model_type: str
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Llama3Rope | None
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
-    eos_token_ids: frozenset[int]
-    vision: VisionConfig | None = None
+
+    @property
+    def cache_values(self) -> int:
+        """Return how many numbers the cache keeps for a token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
         """Read config.json (and the end-of-sequence ids of generation_config.json).
 
         Raises:
-            ModelError: folder or file missing, unknown architecture, unsupported option.
+            UnknownModel: unknown architecture, unsupported option.
+            ModelError: folder or file missing, or not a model's.
         """
         if not folder.is_dir():
             raise ModelError(f"model path {folder}: no such folder")
@@ -88,18 +110,16 @@ class ModelConfig:
 
     @classmethod
     def _read(cls, folder: Path) -> ModelConfig:
-        raw = _read_json(folder / "config.json")
-        generation = folder / "generation_config.json"
-        eos = _ids(raw.get("eos_token_id")) | _ids(raw.get("text_config", {}).get("eos_token_id"))
-        if generation.is_file():
-            eos |= _ids(_read_json(generation).get("eos_token_id"))
-        return cls._from_raw(folder, raw, eos)
+        raw = read_json(folder / "config.json")
+        return cls._from_raw(folder, raw, eos_ids(folder, raw))
 
     @classmethod
     def _from_raw(cls, folder: Path, raw: dict[str, Any], eos: frozenset[int]) -> ModelConfig:
         architecture = (raw.get("architectures") or ["?"])[0]
+        if not isinstance(architecture, str):
+            raise TypeError(f"architectures[0]: {architecture!r:.50}, expected a name")
         if architecture not in ARCHITECTURES:
-            raise ModelError(
+            raise UnknownModel(
                 f"model path {folder}: architecture {architecture}, expected one of "
                 f"{', '.join(ARCHITECTURES)}"
             )
@@ -177,7 +197,21 @@ def _vision(folder: Path, raw: dict[str, Any]) -> VisionConfig:
         raise ModelError(f"{folder / 'config.json'}: missing key {error}") from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
+    """Return the tokens that end an answer, by a folder's config.json and generation_config.json.
+
+    Raises:
+        ModelError: generation_config.json is broken.
+    """
+    found = _ids(raw.get("eos_token_id")) | _ids(raw.get("text_config", {}).get("eos_token_id"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        found |= _ids(read_json(generation).get("eos_token_id"))
+    return found
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return a file's JSON object; raises ModelError."""
     if file.exists() and not file.is_file():  # a FIFO would be waited for
         raise ModelError(f"{file}: expected a file")
     try:
@@ -199,15 +233,22 @@ def _ids(value: Any) -> frozenset[int]:
 
 def _refuse_unsupported(folder: Path, raw: dict[str, Any]) -> None:
     """Options that would silently change the result if they were ignored."""
+    refuse_quantized(folder, raw)
     for key, allowed in (
         ("hidden_act", ("silu", None)),
         ("mlp_bias", (False, None)),
         ("use_sliding_window", (False, None)),
-        ("quantization_config", (None,)),
         ("partial_rotary_factor", (1.0, None)),
     ):
         if raw.get(key) not in allowed:
-            raise ModelError(f"{folder / 'config.json'}: {key}={raw[key]!r} is not supported")
+            raise UnknownModel(f"{folder / 'config.json'}: {key}={raw[key]!r} is not supported")
+
+
+def refuse_quantized(folder: Path, raw: dict[str, Any]) -> None:
+    """Refuse weights that are not plain numbers; raises ModelError."""
+    key = "quantization_config"
+    if raw.get(key) is not None:
+        raise ModelError(f"{folder / 'config.json'}: {key}={raw[key]!r:.100} is not supported")
 
 
 def _rope(folder: Path, raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
@@ -218,7 +259,7 @@ def _rope(folder: Path, raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     if kind == "default" or (kind == "mrope" and "mrope_section" in values):
         return theta, None
     if kind != "llama3":
-        raise ModelError(
+        raise UnknownModel(
             f"{folder / 'config.json'}: rope_type={kind!r} is not supported, "
             "expected 'default' or 'llama3'"
         )

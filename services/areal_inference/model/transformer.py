@@ -34,22 +34,28 @@ class Model:
         self._rotary = _rotary_table(config, max_length)
 
     def prefill(
-        self, cache: KVCache, rows: list[int], ids: Tensor, seen: Sequence[Seen | None] = ()
+        self,
+        cache: KVCache,
+        rows: list[int],
+        sequences: Sequence[list[int]],
+        seen: Sequence[Seen | None] = (),
     ) -> Tensor:
         """Write the keys and values of whole prompts into cache rows.
 
         Args:
-            cache: has room for ids.shape[1] positions in each row.
+            cache: has room for the longest sequence's positions in each row.
             rows: cache row of each prompt.
-            ids: [prompts, length] int64, padded on the right (attention is causal, so padding
-                only writes positions that are masked until they are overwritten).
+            sequences: token ids of each prompt, at least one of them not empty. They are padded on
+                the right (attention is causal, so padding only writes positions that are masked
+                until they are overwritten).
             seen: the images of each prompt; empty: none has any.
 
         Returns:
-            Final hidden states [prompts, length, hidden], normalized: `logits` takes them.
+            Final hidden states [prompts, longest, hidden], normalized: `logits` takes them.
         """
         config = self.config
-        count, length = ids.shape
+        count, length = len(sequences), max(map(len, sequences))
+        ids = torch.tensor([each + [0] * (length - len(each)) for each in sequences])
         heads, kv_heads = config.num_heads, config.num_kv_heads
         rotary = self._rotary[:length].view(1, length, 1, -1)
         hidden = F.embedding(ids.reshape(-1), self.weights.embed)

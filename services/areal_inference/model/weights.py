@@ -27,7 +27,7 @@ from areal.errors import InvalidInput
 from areal.models.cpu_matmul import Storage
 from areal.weights.manifest import PolicyVersion, WeightTensor
 from areal.weights.publisher import TransportError, in_threads
-from areal_inference.model.config import ModelConfig
+from areal_inference.model.config import ModelConfig, ServedModel
 from areal_inference.model.sources import (
     Published,
     Source,
@@ -39,12 +39,21 @@ from areal_inference.model.sources import (
 )
 from areal_inference.model.vision import make_tower
 
-__all__ = ["LayerWeights", "WeightError", "Weights", "load_weights", "model_shapes"]
+__all__ = [
+    "CheckpointModel",
+    "LayerWeights",
+    "View",
+    "WeightError",
+    "WeightSet",
+    "Weights",
+    "load_weights",
+    "model_shapes",
+]
 
-_FLOAT_TYPES = {
+FLOAT_TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _FLOAT_TYPES.items()}
+TYPE_NAMES = {dtype: name for name, dtype in FLOAT_TYPES.items()}
 _BLOCK_ROWS = 64
 """Rows moved at once between a checkpoint's order or type and ours: the lines of both stay in the
 cache, which makes a transpose four times as fast as moving the matrix in one call."""
@@ -66,18 +75,11 @@ class LayerWeights:
     down: Tensor  # [I, H]
 
 
-@dataclass(slots=True)
-class Weights:
-    """All parameters; ``views`` names each checkpoint tensor's place (see `_View`)."""
+@dataclass(slots=True, kw_only=True)
+class WeightSet:
+    """All tensors of a checkpoint; ``views`` names each one's place (see `View`)."""
 
-    embed: Tensor  # [vocab, H]
-    head: Tensor  # [H, vocab]
-    final_norm: Tensor  # [H]
-    layers: tuple[LayerWeights, ...]
-    views: dict[str, _View]
-    tower: nn.Module | None = None
-    """Of a model that sees: transformers' vision tower, whose parameters are views too."""
-
+    views: dict[str, View]
     sums: dict[str, str] = field(default_factory=dict)
     """Checksums of what the set holds; empty until asked for."""
     published: Published | None = None
@@ -93,16 +95,14 @@ class Weights:
             self.sums.update(zip(self.views, digests, strict=True))
         return self.sums
 
-    def emptied(self) -> Weights:
-        """Return a set of the same dtype that holds nothing."""
-        none = self.embed.new_empty(0)
-        return Weights(none, none, none, (), {})
+    def emptied(self) -> WeightSet:
+        """Return a set of the same kind that holds nothing."""
+        return WeightSet(views={})
 
     def digest(self) -> str:
         """`PolicyVersion.digest` of these weights, if they were published in this dtype."""
-        dtype = _NAMES[self.views[_EMBED].dtype]
         tensors = tuple(
-            WeightTensor(name, self.views[name].shape, dtype, digest)
+            WeightTensor(name, self.views[name].shape, TYPE_NAMES[self.views[name].dtype], digest)
             for name, digest in self.checksums().items()
         )
         return PolicyVersion(0, 0, "", tensors=tensors).digest
@@ -116,8 +116,43 @@ class Weights:
         return self.views[name].part(begin, end)
 
 
+class CheckpointModel(ServedModel):
+    """A model whose own checkpoint says what tensors it has (`plain.PlainConfig`)."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a version, by the checkpoint's names."""
+        raise NotImplementedError
+
+    @property
+    def repeated(self) -> Mapping[str, str]:
+        """Return second names of tied tensors -> the name in `shapes`."""
+        raise NotImplementedError
+
+    def allocate(self) -> WeightSet:
+        """Return a set whose tensors have memory and no content."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, kw_only=True)
+class Weights(WeightSet):
+    """All parameters of the fast decoder."""
+
+    embed: Tensor  # [vocab, H]
+    head: Tensor  # [H, vocab]
+    final_norm: Tensor  # [H]
+    layers: tuple[LayerWeights, ...]
+    tower: nn.Module | None = None
+    """Of a model that sees: transformers' vision tower, whose parameters are views too."""
+
+    def emptied(self) -> Weights:
+        """Return a set of the same dtype that holds nothing."""
+        none = self.embed.new_empty(0)
+        return Weights(views={}, embed=none, head=none, final_norm=none, layers=())
+
+
 @dataclass(frozen=True, slots=True)
-class _View:
+class View:
     """Where a checkpoint tensor lives: a view that, read in order, gives the tensor's order."""
 
     target: Tensor
@@ -125,6 +160,8 @@ class _View:
     published_as: torch.dtype | None = None
     """Type of the tensor outside this set; None: the target's. The target holds its values, maybe
     in a wider type."""
+    finite: bool = True
+    """False: it is of a part that computes nothing here, and some keep infinity in buffers."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,15 +208,15 @@ class _View:
 @torch.inference_mode()
 def load_weights(
     location: str,
-    config: ModelConfig,
+    config: ServedModel,
     dtype: torch.dtype,
     *,
     storage: Storage | None = None,
     headers: Mapping[str, str] | None = None,
-    spare: Weights | None = None,
-    held: Weights | None = None,
+    spare: WeightSet | None = None,
+    held: WeightSet | None = None,
     source: Source | None = None,
-) -> Weights:
+) -> WeightSet:
     """Read every tensor of a source into a set of weights.
 
     A version that was published as what changed since `held` is made from that; when the delta does
@@ -202,7 +239,10 @@ def load_weights(
         TransportError: the weight store is away or sends other bytes than asked for.
     """
     expected = model_shapes(config)
-    spare = spare or _allocate(config, dtype, storage or Storage(dtype), expected)
+    if spare is None and isinstance(config, ModelConfig):
+        spare = _allocate(config, dtype, storage or Storage(dtype), expected)
+    elif spare is None:
+        spare = _checkpoint(config).allocate()
     log = get_logger("areal_inference.model.weights")
     if held is not None and source is None:
         try:
@@ -224,9 +264,9 @@ def load_weights(
 def _load(
     location: str,
     source: Source,
-    config: ModelConfig,
+    config: ServedModel,
     expected: dict[str, tuple[int, ...]],
-    weights: Weights,
+    weights: WeightSet,
 ) -> None:
     """Fills a set from a source."""
     _check(location, source, expected, config)
@@ -240,16 +280,22 @@ def _load(
                 _fill(location, source, source.tensors[name], weights.views[name])
 
     in_threads(fill, source.together(weights.views))
-    if config.tie_word_embeddings:
-        if weights.head.data_ptr() != weights.embed.data_ptr():
-            _copy_rows(weights.embed, weights.head.t())
-        _check_tied_head(location, source, weights)
-    own = _NAMES[weights.views[_EMBED].dtype]
+    if isinstance(weights, Weights):
+        _tie(weights, tied=bool(_repeated(config)))
+    for second, first in _repeated(config).items():
+        _check_repeated(location, source, second, first, weights)
     if isinstance(source, StoreSource) and all(
-        name in weights.views and stored.place.dtype == own and stored.digest
+        name in weights.views
+        and stored.place.dtype == TYPE_NAMES[weights.views[name].dtype]
+        and stored.digest
         for name, stored in source.tensors.items()
     ):
         weights.published = source.published
+
+
+def _tie(weights: Weights, *, tied: bool) -> None:
+    if tied and weights.head.data_ptr() != weights.embed.data_ptr():
+        _copy_rows(weights.embed, weights.head.t())
 
 
 def _copy_rows(source: Tensor, target: Tensor) -> None:
@@ -259,11 +305,11 @@ def _copy_rows(source: Tensor, target: Tensor) -> None:
         to.copy_(rows)
 
 
-def _fill(location: str, source: Source, stored: Stored, view: _View) -> None:
+def _fill(location: str, source: Source, stored: Stored, view: View) -> None:
     """Checks and copies one tensor, a block at a time while the block is in the cache."""
     data = source.read(stored)
     place = stored.place
-    flat = torch.frombuffer(data, dtype=_FLOAT_TYPES[place.dtype])
+    flat = torch.frombuffer(data, dtype=FLOAT_TYPES[place.dtype])
     # A sum is the cheapest pass that NaN and infinity survive (half could overflow).
     wide = torch.float32 if flat.dtype == torch.float16 else None
     digest, total, offset = xxhash.xxh3_128(), 0.0, 0
@@ -279,12 +325,26 @@ def _fill(location: str, source: Source, stored: Stored, view: _View) -> None:
             f"{location}: tensor {place.name} has digest {digest.hexdigest()[:16]}…, expected "
             f"{stored.digest[:16]}…: not the one that was published"
         )
-    if not math.isfinite(total):
+    if view.finite and not math.isfinite(total):
         raise WeightError(f"{location}: tensor {place.name} holds NaN or infinity")
 
 
-def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _checkpoint(config: ServedModel) -> CheckpointModel:
+    assert isinstance(config, CheckpointModel), "no third kind"
+    return config
+
+
+def _repeated(config: ServedModel) -> Mapping[str, str]:
+    """Second names of tied tensors, which a checkpoint may have, and the first names."""
+    if isinstance(config, ModelConfig):
+        return {_HEAD: _EMBED} if config.tie_word_embeddings else {}
+    return _checkpoint(config).repeated
+
+
+def model_shapes(config: ServedModel) -> dict[str, tuple[int, ...]]:
     """Return checkpoint names and shapes of this model, in checkpoint order."""
+    if not isinstance(config, ModelConfig):
+        return _checkpoint(config).shapes
     hidden, inner = config.hidden_size, config.intermediate_size
     wide = config.num_heads * config.head_dim
     narrow = config.num_kv_heads * config.head_dim
@@ -317,7 +377,7 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _check(
-    location: str, source: Source, expected: dict[str, tuple[int, ...]], config: ModelConfig
+    location: str, source: Source, expected: dict[str, tuple[int, ...]], config: ServedModel
 ) -> None:
     """Everything that can be known from the headers, before any tensor is read."""
     for name, shape in expected.items():
@@ -328,33 +388,37 @@ def _check(
             raise WeightError(
                 f"{location}: tensor {name} has shape {list(place.shape)}, expected {list(shape)}"
             )
-        if place.dtype not in _FLOAT_TYPES:
+        if place.dtype not in FLOAT_TYPES:
             raise WeightError(
                 f"{location}: tensor {name} has dtype {place.dtype}, "
-                f"expected one of {sorted(_FLOAT_TYPES)}"
+                f"expected one of {sorted(FLOAT_TYPES)}"
             )
     for name in source.tensors.keys() - expected.keys():
-        tied_head = config.tie_word_embeddings and name == _HEAD
         # Old checkpoints carry this buffer; it follows from config.json.
-        if not tied_head and not name.endswith("rotary_emb.inv_freq"):
+        if name not in _repeated(config) and not name.endswith("rotary_emb.inv_freq"):
             raise WeightError(f"{location}: tensor {name} is unknown to {config.architecture}")
 
 
-def _check_tied_head(location: str, source: Source, weights: Weights) -> None:
+def _check_repeated(
+    location: str, source: Source, second: str, first: str, weights: WeightSet
+) -> None:
     """A tied checkpoint may repeat the embedding as lm_head, but not contradict it."""
-    stored = source.tensors.get(_HEAD)
+    stored = source.tensors.get(second)
     if stored is None:
         return
-    place = stored.place
-    repeated = torch.frombuffer(source.read(stored), dtype=_FLOAT_TYPES[place.dtype])
-    embed = weights.views[_EMBED]
-    if place.shape != embed.shape or not all(
-        torch.equal(rows.to(embed.dtype).to(own.dtype), own)
-        for rows, own in zip(
-            torch.split(repeated.view(place.shape), _BLOCK_ROWS), embed.parts(), strict=True
+    place, view = stored.place, weights.views[first]
+    if place.dtype not in FLOAT_TYPES or place.shape != view.shape:
+        equal = False
+    else:
+        repeated = torch.frombuffer(source.read(stored), dtype=FLOAT_TYPES[place.dtype])
+        equal = all(
+            torch.equal(rows.to(view.dtype).to(own.dtype), own)
+            for rows, own in zip(
+                torch.split(repeated.view(place.shape), _BLOCK_ROWS), view.parts(), strict=True
+            )
         )
-    ):
-        raise WeightError(f"{location}: tensor {_HEAD} differs from {_EMBED}, expected them tied")
+    if not equal:
+        raise WeightError(f"{location}: tensor {second} differs from {first}, expected them tied")
 
 
 def _allocate(
@@ -394,7 +458,7 @@ def _allocate(
     tower = make_tower(config, storage.dtype)
     if tower is not None:
         targets |= {f"{_TOWER}{name}": p.data for name, p in tower.named_parameters()}
-    views = {name: _View(targets[name], shape, dtype) for name, shape in expected.items()}
+    views = {name: View(targets[name], shape, dtype) for name, shape in expected.items()}
     return Weights(
         embed=embed, head=head, final_norm=final_norm, layers=layers, views=views, tower=tower
     )

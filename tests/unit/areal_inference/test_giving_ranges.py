@@ -17,7 +17,7 @@ from areal.weights.manifest import WeightFile, WeightTensor, assemble_manifest
 from areal.weights.safetensors import digest_of, read_layout
 from areal_inference.http_api import giving
 from areal_inference.model import sources
-from areal_inference.model.weights import Weights, _View
+from areal_inference.model.weights import View, WeightSet
 
 NAME, FILE = "v00000001-inc1", "model.safetensors"
 
@@ -39,7 +39,7 @@ def test_tensor_when_larger_than_a_range_may_be_then_pulled_in_several(
         [WeightFile(FILE, layout.size_bytes, digest_of((tmp_path / FILE).read_bytes()))],
         [WeightTensor("wide", (200, 24), "F32", digest_of(data))],
     )
-    weights = Weights(stored, stored, stored, (), {"wide": _View(stored, (200, 24))})
+    weights = WeightSet(views={"wide": View(stored, (200, 24))})
     weights.published = sources.Published(NAME, manifest, {FILE: layout})
     route = Route("/versions/{name}/{file}", giving.Giving(lambda: [weights]).get)
     server = uvicorn.Server(uvicorn.Config(Starlette(routes=[route]), log_level="warning"))

@@ -55,7 +55,7 @@ def test_logits_when_prefilled_and_decoded_then_equal_transformers(tmp_path: Pat
     ids = torch.randint(0, 131, (3, 90))
     cache.reserve(3, 96, budget=10**6)
 
-    hidden = model.prefill(cache, [0, 1, 2], ids)
+    hidden = model.prefill(cache, [0, 1, 2], ids.tolist())
     logits = model.logits(hidden.flatten(0, 1)).view(3, 90, -1)
     torch.testing.assert_close(logits, reference(ids).logits, atol=1e-5, rtol=0)
 
@@ -79,7 +79,7 @@ def test_logits_when_bfloat16_then_close_to_transformers(tmp_path: Path, transpo
     ids = torch.randint(0, 131, (1, 40))
     cache.reserve(1, 64, budget=10**6)
 
-    model.prefill(cache, [0], ids[:, :-1])
+    model.prefill(cache, [0], ids[:, :-1].tolist())
     logits = model.decode(cache, ids[:, -1], torch.tensor([39]), span=64)
 
     expected = reference(ids).logits[0, -1].float()
@@ -99,7 +99,7 @@ def test_logits_when_bfloat16_is_multiplied_in_float32_then_those_of_the_rounded
     ids = torch.randint(0, 131, (1, 40))
     cache.reserve(1, 64, budget=10**6)
 
-    model.prefill(cache, [0], ids[:, :-1])
+    model.prefill(cache, [0], ids[:, :-1].tolist())
     logits = model.decode(cache, ids[:, -1], torch.tensor([39]), span=64)
 
     torch.testing.assert_close(logits[0], reference(ids).logits[0, -1], atol=1e-5, rtol=0)

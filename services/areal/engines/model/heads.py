@@ -149,6 +149,26 @@ def chosen_logprobs(
     return logprobs, entropies
 
 
+def logits_of(hf: Any, hidden: Tensor, matrix: Tensor | None = None) -> Tensor:
+    """Return the logits that logprobs are made of, float32 (float64) [N, vocabulary].
+
+    Args:
+        hf: transformers causal language model.
+        hidden: [N, dim].
+        matrix: from `wide_matrix`, if the head is to be used often; None: made here.
+
+    Raises:
+        InvalidInput: the head is more than a linear layer.
+    """
+    matrix = wide_matrix(hf) if matrix is None else matrix
+    return _Transform.of(hf, 1.0).apply_(_logits(hidden, matrix, _parameters(hf)[1]))
+
+
+def wide_matrix(hf: Any) -> Tensor:
+    """Return the head's weight as it is multiplied; raises InvalidInput as `logits_of` does."""
+    return _matrix(_parameters(hf)[0])
+
+
 def _parameters(hf: Any) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the head, whole; FSDP's hooks have gathered what it shards."""
     head = hf.get_output_embeddings()

@@ -149,6 +149,16 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
     return list(steps.values()), used
 
 
+def repeated(hf: Any, found: Shapes) -> dict[str, str]:
+    """Return the directory's second names of tied tensors -> the names that are read."""
+    steps, _, _ = _targets(hf, found)
+    return {
+        steps[second].names[0]: steps[kept].names[0]
+        for second, kept in _tied(hf).items()
+        if second in steps and kept in steps
+    }
+
+
 def bystanders(hf: Any, source: Path) -> list[str]:
     """Return tensors of the model's directory that transformers knows but does not load.
 
