@@ -233,7 +233,7 @@ def _resolve(schema: type[ConfigT], parts: list[tuple[DictConfig, str]]) -> Conf
                 config = _merge(config, part, schema, source)
             return config
 
-    result = merged(base := _defaults(schema))
+    result = merged(base := _defaults(cast("Any", schema)))
     if issubclass(schema, GRPOConfig):
         chosen = preset(result.algorithm, result.gconfig.max_new_tokens)
         if any(chosen.values()) or "critic" in chosen:
@@ -244,7 +244,7 @@ def _resolve(schema: type[ConfigT], parts: list[tuple[DictConfig, str]]) -> Conf
 
 
 @cache
-def _defaults(schema: type[BaseExperimentConfig]) -> DictConfig:
+def _defaults(schema: Any) -> DictConfig:
     """A schema's defaults, which are only read: a merge copies them."""
     return cast("DictConfig", OmegaConf.structured(schema))
 

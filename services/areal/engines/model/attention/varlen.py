@@ -177,8 +177,8 @@ def _call_cudnn(
         return otherwise(rows, layout, scaling, seen, softcap)
     assert softcap is None, "it has none"
     assert seen[0] < 0, "it has no windows"
-    sequences = zip(*(x.split(layout.lengths) for x in rows), strict=True)
-    return torch.cat([_one_sequence(*sequence, scaling) for sequence in sequences])
+    sequences = zip(*(torch.split(x, list(layout.lengths)) for x in rows), strict=True)
+    return torch.cat([_one_sequence(q, k, v, scaling) for q, k, v in sequences])
 
 
 def _one_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
