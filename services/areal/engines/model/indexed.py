@@ -3,6 +3,9 @@
 The architecture's own forward computes it on whole sequences, one a row (`recurrent.by_length`),
 eagerly and with a causal mask, as transformers runs it: the indexer picks among a sequence's own
 tokens, and gets no gradient. Memory grows with the square of a sequence's length.
+
+Scores are cut off at zero, so a tiny indexer of few heads has ties, among which torch picks by the
+length of the row: the self-test refuses such a model. Real ones have 32 heads and more.
 """
 
 from __future__ import annotations
