@@ -241,6 +241,15 @@ def render(rows: list[Row]) -> str:
         "`qwen3_vl` are",
         "loaded, because images train with them.",
         "",
+        "Attention whose indexer picks the keys of each query (`indexed attention`: DeepSeek V3.2, "
+        "GLM-5) is",
+        "computed by the architecture's own functions too, on whole sequences, eagerly: its memory "
+        "grows with the",
+        "square of a sequence's length. The indexer is frozen. Sparse attention of other kinds "
+        "(DeepSeek V4,",
+        "MiniMax M3) is refused: it attends to blocks or to compressed keys, for which there is no "
+        "such function yet.",
+        "",
         "Layers that attend in chunks (Llama 4) cut each sequence at multiples of the model's "
         "`attention_chunk_size`,",
         "counted from its own start; whole chunks of a common prefix attend once. Where a layer "

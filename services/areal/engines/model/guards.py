@@ -15,6 +15,7 @@ from torch import nn
 
 from areal.engines.model import vision
 from areal.engines.model.attention.dispatch import registered_name
+from areal.engines.model.indexed import LAYER as INDEXED_LAYER
 from areal.engines.model.layer_types import (
     CHUNKED,
     RECURRENT,
@@ -43,7 +44,7 @@ def refuse_unsupported(hf: Any) -> None:
     """
     config = hf.config.get_text_config()
     kinds, recurrent = layer_types(config), recurrent_modules(decoder_of(hf))
-    stateful = RECURRENT | _HYBRID_LAYERS
+    stateful = RECURRENT | _HYBRID_LAYERS | {INDEXED_LAYER}
     known = _ATTENTION_LAYERS | TOKENWISE
     if sum(kind in stateful for kind in kinds) <= len(recurrent):
         known |= stateful

@@ -31,7 +31,9 @@ from torch.utils import _pytree as pytree
 
 from areal.algorithms.packing import sequence_index
 from areal.chassis.logging import get_logger
+from areal.engines.model import indexed
 from areal.engines.model.attention.layout import PackedLayout, build_layout
+from areal.engines.model.indexed import is_indexed
 from areal.errors import CannotStart, InvalidInput
 
 # How modules take the boundaries: `cu_seq_lens_q` is handed on to the kernel as `cu_seqlens`.
@@ -45,17 +47,27 @@ _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 
 
 def modules_of(decoder: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, module) of each module that mixes tokens by a convolution or a state."""
+    """Return (name, module) of each module that mixes tokens by its own code.
+
+    That is a convolution, a state, or attention to the keys that an indexer picks.
+    """
     return [
         (name, module)
         for name, module in decoder.named_modules()
-        if any(isinstance(child, nn.Conv1d) for child in module.children())
+        if _convolves(module)
         or type(module).__name__.endswith(_LIGHTNING)
+        or is_indexed(module)
     ]
+
+
+def _convolves(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 def kind_of(module: Any) -> str:
     """Return what users call such a layer."""
+    if is_indexed(module):
+        return indexed.KIND
     own = {name.rpartition(".")[2] for name, _ in module.named_parameters()}
     if type(module).__name__.endswith(_LIGHTNING):
         return "lightning attention"
@@ -71,7 +83,7 @@ def state_products(module: Any) -> int:
 
     A delta rule reads the state, corrects it, and reads it again; others update it and read it.
     """
-    if kind_of(module) == "short convolution":
+    if kind_of(module) in ("short convolution", indexed.KIND):
         return 0
     sizes = vars(module)
     if (state := sizes.get("ssm_state_size")) is not None:
@@ -112,7 +124,9 @@ class RecurrentLayers:
         """What users call them; empty: the model has none."""
         for _, module in found:
             argument = boundaries.get(type(module))
-            module.forward = partial(self._forward, module.forward, argument)
+            plain = module.forward
+            by_rows = indexed.on_rows(module) if is_indexed(module) else plain
+            module.forward = partial(self._forward, plain, by_rows, argument)
         if not found:
             return
         for module in hf.modules():
@@ -139,12 +153,17 @@ class RecurrentLayers:
             return forward(*args, **kwargs)
 
     def _forward(
-        self, forward: Callable[..., Any], argument: str | None, *args: Any, **kwargs: Any
+        self,
+        forward: Callable[..., Any],
+        by_rows: Callable[..., Any],
+        argument: str | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if self._layout is None:
             return forward(*args, **kwargs)
         if argument is None:
-            return by_length(forward, self._layout, *args, **kwargs)
+            return by_length(by_rows, self._layout, *args, **kwargs)
         return with_boundaries(forward, argument, self._layout, *args, **kwargs)
 
 
@@ -277,7 +296,7 @@ def _heeding(
     Raises:
         CannotStart: it does not compute plain rows either.
     """
-    if type(module).__name__.endswith(_LIGHTNING):
+    if not _convolves(module):
         return None, "it has no kernels of its own"
     trial = _Trial(module, width, device, compute)
     try:

@@ -1,5 +1,6 @@
 """Layers with a state or a convolution: right on packed sequences, and every leak is caught."""
 
+import copy
 import importlib
 from dataclasses import replace
 from unittest.mock import patch
@@ -15,7 +16,8 @@ from tests.unit.areal.engines.train_fixtures import (
     weighted_loss,
 )
 from tools.gen_models import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE, errors
-from tools.tiny_architectures import tiny_model
+from tools.tiny_architectures import tiny_config, tiny_model
+from transformers import AutoModelForCausalLM
 
 from areal.algorithms import packing
 from areal.config.allocation import Layout
@@ -46,7 +48,10 @@ KINDS = {
     "bamba": "Mamba 2",
     "lfm2": "short convolution",
     "minimax": "lightning attention",
+    "deepseek_v32": "indexed attention",
+    "glm_moe_dsa": "indexed attention",
 }
+CONVOLVING = [kind for kind in KINDS if KINDS[kind].split()[-1] != "attention"]
 # The function of its module that carries the state, and the dimension of its tokens.
 STATES = {
     "qwen3_next": ("torch_chunk_gated_delta_rule", 1),
@@ -113,7 +118,7 @@ def refused(model):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "minimax"])
+@pytest.mark.parametrize("kind", CONVOLVING)
 def test_self_test_when_only_a_convolution_leaks_then_refuses(kind):
     model = packed_model(kind)
     with patch.object(torch.nn.functional, "conv1d", leaking_convolution):
@@ -156,7 +161,7 @@ def test_self_test_when_outputs_are_a_position_late_then_refuses(kind):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", ["qwen3_next", "bamba", "lfm2"])  # the others have no positions
+@pytest.mark.parametrize("kind", ["qwen3_next", "bamba", "lfm2", "deepseek_v32"])  # with positions
 def test_self_test_when_positions_run_on_over_the_row_then_refuses(kind):
     model = packed_model(kind)
     right = model.plan
@@ -331,7 +336,9 @@ SMALL = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=70)}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "jamba", "bamba", "lfm2"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "kimi_linear", "jamba", "bamba", "lfm2", "glm_moe_dsa"]
+)
 def test_gradients_when_layers_are_computed_again_then_are_the_same(tmp_path, initialize, kind):
     folder, batch = saved(kind, tmp_path), make_batch(groups=2, vocabulary=96)
     expected, _ = gradients(initialize(folder, **SMALL), batch)
@@ -378,6 +385,31 @@ def test_training_when_adapters_or_bfloat16_then_every_kind_of_layer_learns(
     assert any(layers[kind] in name and g.abs().sum() > 0 for name, g in adapted.items())
     engine = initialize(folder, dtype="bfloat16")
     assert engine.train_batch(batch, weighted_loss)["grad_norm"] > 0
+
+
+@pytest.mark.process
+def test_packed_when_layers_reuse_an_indexers_choice_then_equal_each_sequence_alone():
+    """Among sequences of other lengths, and with more keys to choose than some sequences have."""
+    torch.set_num_threads(1)
+    config = tiny_config("glm_moe_dsa")
+    config.indexer_types = ["full", "shared", "full", "shared"]
+    config.index_topk = 9
+
+    def made():
+        torch.manual_seed(0)
+        again = copy.deepcopy(config)
+        hf = AutoModelForCausalLM.from_config(again, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in hf.parameters():
+                parameter.normal_(float(parameter.ndim == 1), 0.3)
+        return hf
+
+    for seed in range(3):
+        model = PackedCausalLM(made(), kernel="packed", chunk_elements=1 << 12)
+        logprob, gradient = errors(made(), model, seed)
+        assert logprob <= LOGPROB_TOLERANCE
+        assert gradient <= GRADIENT_TOLERANCE
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "indexer" in n)
 
 
 def test_layout_when_it_shares_tokens_or_matrices_then_refuses_and_names_the_kind():

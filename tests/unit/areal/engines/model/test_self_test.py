@@ -79,6 +79,7 @@ MADE_RIGHT = {
     "granite": {"logits_scaling": 3.0},
     "hyperclovax": {"logits_scaling": 3.0},
     "deepseek_v3": MLA,
+    "deepseek_v32": MLA | {"index_topk": 3},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "seed_oss": {"head_dim": 8, "residual_dropout": 0.5, "attention_dropout": 0.5},
     "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
@@ -108,7 +109,10 @@ def test_forward_when_an_architecture_differs_from_llama_then_equals_transformer
 
 
 REFUSED = {
-    "deepseek_v32": (MLA | {"index_topk": 3}, "layers of type indexed_attention"),
+    "minimax_m3_vl_text": (
+        {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+        "layers of type minimax_m3_sparse",
+    ),
     "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "custom attention"),
     "doge": ({}, "DogeAttention calls attention with attention_mask"),
     "stablelm": ({}, "StableLmAttention is not told how the batch is packed"),
