@@ -233,7 +233,7 @@ def _resolve(schema: type[ConfigT], parts: list[tuple[DictConfig, str]]) -> Conf
                 config = _merge(config, part, schema, source)
             return config
 
-    result = merged(base := _defaults(schema))
+    result = merged(base := _defaults(cast("Any", schema)))
     if issubclass(schema, GRPOConfig):
         chosen = preset(result.algorithm, result.gconfig.max_new_tokens)
         if any(chosen.values()) or "critic" in chosen:
