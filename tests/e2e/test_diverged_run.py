@@ -19,6 +19,7 @@ RECIPE = Path(__file__).parent / "recipes" / "nan_advantages.py"
 BATCH = 4
 
 
+@pytest.mark.long
 def test_run_when_gradients_stay_not_finite_then_it_ends_with_the_cause_and_the_batch(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_run_when_interrupted_then_running_it_again_finishes_it_on_two_ranks(
     assert json.loads((stack.run_dir / "summary.json").read_text()) == summary
 
 
+@pytest.mark.long
 def test_run_when_the_recipe_fails_then_exit_code_and_cause_on_the_last_screen(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -141,7 +141,7 @@ def test_pairs_when_learned_for_some_steps_then_heldout_loss_is_recorded_and_the
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
-@pytest.mark.parametrize("keys", [(), ("actor.lora={}",)])
+@pytest.mark.parametrize("keys", [(), pytest.param(("actor.lora={}",), marks=pytest.mark.long)])
 def test_reward_model_when_a_checkpoint_is_exported_then_it_is_the_saved_classifier(
     tmp_path: Path, keys: tuple[str, ...]
 ) -> None:

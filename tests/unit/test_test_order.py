@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from argparse import ArgumentTypeError
 from collections import Counter
 from pathlib import Path
@@ -99,3 +101,17 @@ def test_durations_when_read_then_their_files_exist() -> None:
     recorded = json.loads((ROOT / "tests" / "durations.json").read_text())
     gone = [node for node in recorded if not (ROOT / node.partition("::")[0]).exists()]
     assert not gone, "run: make durations"
+
+
+def test_targets_when_compiled_code_is_not_kept_around_them_then_they_keep_it() -> None:
+    """Hundreds of processes would compile our code, and each worker all test files."""
+    shown = subprocess.run(
+        ["make", "--eval", "shown:; @echo $${PYTHONDONTWRITEBYTECODE-kept}", "shown"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert shown.stdout.strip() == "kept"
