@@ -54,9 +54,7 @@ def modules_of(decoder: nn.Module) -> list[tuple[str, Any]]:
     return [
         (name, module)
         for name, module in decoder.named_modules()
-        if _convolves(module)
-        or type(module).__name__.endswith(_LIGHTNING)
-        or is_indexed(module)
+        if _convolves(module) or type(module).__name__.endswith(_LIGHTNING) or is_indexed(module)
     ]
 
 
