@@ -218,8 +218,10 @@ async def test_daemons_when_they_fork_on_after_their_command_then_they_end_with_
         )
         await box.run(code)
         beside = await box.run("print(1)")
-        # The daemon soon has more processes than the box may: all in it end, perhaps this one too.
-        assert (beside.stdout, beside.cause) in (("1\n", ""), ("", "processes")), beside
+        # The daemon soon has more processes, or their memory, than the box may: all in it end,
+        # perhaps this one too.
+        assert beside.stdout in ("", "1\n"), beside
+        assert beside.cause in ("processes", "memory") or beside.stdout, beside
         await box.kill()
         await metric(service, "areal_sandbox_warm 2.0")
         await until(lambda: count() == before, "the end of all in the box", state=count)

@@ -137,7 +137,9 @@ def test_stack_when_a_service_cannot_live_then_given_up_by_name_and_nothing_stay
     """Its log is quoted, the exit code says so."""
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / "config.json").write_text('{"model_type": "mamba", "architectures": ["Mamba"]}')
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    config["quantization_config"] = {"quant_method": "awq"}
+    (broken / "config.json").write_text(json.dumps(config))
     (broken / "model.safetensors").write_bytes(b"")
     (broken / "tokenizer.json").write_text("{}")
     done = areal(
@@ -147,7 +149,7 @@ def test_stack_when_a_service_cannot_live_then_given_up_by_name_and_nothing_stay
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "areal: inference-0 ended with exit code" in done.stderr
-    assert "mamba" in done.stderr.lower()
+    assert "quantization_config" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     stack = RunningStack(tmp_path / "runs" / "deaths" / "t0")
     assert stack.state() == "failed"

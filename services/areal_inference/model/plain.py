@@ -80,9 +80,12 @@ class PlainConfig(CheckpointModel):
             )
         # A folder is a stranger's: transformers raises anything.
         except Exception as error:
+            named = raw.get("architectures") or "?"
+            named = str(named[0] if isinstance(named, list) else named)[:100]
             why = " ".join(str(error).split())[:300]
             raise ModelError(
-                f"{folder / 'config.json'}: transformers cannot read it: {why}"
+                f"{folder / 'config.json'}: architecture {named}: "
+                f"transformers cannot read it: {why}"
             ) from None
 
     @property

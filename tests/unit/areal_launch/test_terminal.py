@@ -124,6 +124,7 @@ class Kept:
             servers=[HOSTILE],
             input_ids=[1],
             finish_reason="stop",
+            split=f"messages[0].{HOSTILE}",
             episode_s=0.0,
             attempt=1,
             token=1,
