@@ -41,7 +41,7 @@ ALLOCATIONS = {
 }
 
 
-def arguments(token: Path, trial: str, mode: str, steps: int) -> list[str]:
+def arguments(token: Path, trial: str, mode: str) -> list[str]:
     return [
         str(ROOT / "examples" / "arithmetic_grpo.py"),
         f"security.dir={token.parent}",
@@ -49,7 +49,7 @@ def arguments(token: Path, trial: str, mode: str, steps: int) -> list[str]:
         f"trial_name={trial}",
         "model.path=runs/models/chaos",  # made by the first run, with these problems
         f"allocation_mode={ALLOCATIONS[mode]}",
-        f"total_train_steps={steps}",
+        f"total_train_steps={STEPS}",
         f"train_dataset.batch_size={BATCH}",
         f"train_problems={PROBLEMS}",
         "heldout_problems=50",
@@ -78,7 +78,6 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
     tmp_path: Path, request: pytest.FixtureRequest, mode: str
 ) -> None:
     trial = f"seed-{SEED}" if mode == "apart" else f"seed-{SEED}-{mode}"
-    steps = STEPS if mode == "apart" else STEPS // 2  # neither generates while the other computes
     stack = RunningStack(ROOT / "runs" / "chaos" / trial)
     shutil.rmtree(stack.run_dir, ignore_errors=True)
     stack.run_dir.mkdir(parents=True)
@@ -89,7 +88,7 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
     launcher = areal_background(
         "run",
         "--json",
-        *arguments(token, trial, mode, steps),
+        *arguments(token, trial, mode),
         cwd=ROOT,
         log=stack.run_dir / "out.jsonl",
     )
@@ -113,7 +112,7 @@ def test_training_when_processes_are_killed_and_stopped_then_it_finishes_and_the
     ]
     ledger = read_ledger(stack.run_dir, f"chaos/{trial}", tmp_path)
     checks += check_books(
-        ledger, stack.run_dir, steps=steps, batch=BATCH, problems=PROBLEMS, eta=ETA
+        ledger, stack.run_dir, steps=STEPS, batch=BATCH, problems=PROBLEMS, eta=ETA
     )
     report = as_dict(SEED, MINUTES, time.monotonic() - began, chaos.faults, checks)
     file = stack.run_dir / "chaos.json"
