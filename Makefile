@@ -144,7 +144,7 @@ test-verifiers: $(STAMP) ## Test unmodified verifiers and OpenEnv environments (
 test-liger: $(STAMP) ## Compare Liger's kernels with eager ones, on the CPU with Triton's interpreter (downloads them into build/liger)
 	$(BIN)/python -m venv .venv-liger
 	.venv-liger/bin/pip install -q --no-deps --upgrade --target build/liger liger-kernel==0.8.5 triton==3.9.0
-	AREAL_TEST_LIGER=$(CURDIR)/build/liger $(BIN)/python -m pytest -q tests/unit/areal/engines/parallel/test_liger.py $(ARGS)
+	AREAL_TEST_LIGER=$(CURDIR)/build/liger $(BIN)/python -m pytest -q tests/unit/areal_torch/engines/parallel/test_liger.py $(ARGS)
 
 test-transformers: $(STAMP) ## Run the GPU kit in miniature with the oldest supported transformers (downloads it into build/transformers)
 	$(PIP) --no-deps --upgrade --target build/transformers transformers==5.17.0 huggingface-hub==1.33.0
@@ -159,7 +159,7 @@ e2e-kubernetes-run: $(STAMP) ## Run `areal run --on kubernetes` on the cluster o
 .PHONY: test-trackers
 test-trackers: $(STAMP) ## Test the experiment trackers in their offline modes (downloads their packages into build/trackers)
 	$(PIP) --no-deps --require-hashes --upgrade --target build/trackers -r requirements/trackers.txt
-	PYTHONPATH=build/trackers $(BIN)/python -m pytest -q tests/unit/areal/training/test_step_tracker.py $(ARGS)
+	PYTHONPATH=build/trackers $(BIN)/python -m pytest -q tests/unit/areal_torch/training/test_step_tracker.py $(ARGS)
 
 .PHONY: test-e2b
 test-e2b: $(STAMP) ## Test the sandbox service with E2B's own SDK (downloads it into .venv-e2b)

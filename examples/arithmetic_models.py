@@ -33,7 +33,7 @@ class Config(GRPOConfig):
     """Keys of the experiment file: those of GRPOConfig, and the recipe's own."""
 
     architecture: str = "qwen3_moe"
-    """One of `areal.models.tiny.ARCHITECTURES`."""
+    """One of `areal_torch.models.tiny.ARCHITECTURES`."""
     control: bool = False
     """Control run: shuffle the rewards of each batch, so that accuracy cannot rise."""
     train_problems: int = 6000
@@ -114,9 +114,9 @@ def prepare_model(config: Config) -> None:
     import random
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig
-    from areal.engines.sft import FSDPLMEngine, pack_examples
-    from areal.models.tiny import make_tiny_model
     from areal.tokenizer import Tokenizer
+    from areal_torch.engines.sft import FSDPLMEngine, pack_examples
+    from areal_torch.models.tiny import make_tiny_model
 
     if (Path(config.model.path) / "model.safetensors").exists():
         return

@@ -90,11 +90,11 @@ def prepare_model(config: Config) -> None:
     import numpy as np
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig
-    from areal.engines.images import pack_groups_with_images
-    from areal.engines.sft import FSDPLMEngine
-    from areal.models.tiny import make_tiny_seeing_model
     from areal.tokenizer import Tokenizer
     from areal.types import Trajectory, TrajectoryGroup
+    from areal_torch.engines.images import pack_groups_with_images
+    from areal_torch.engines.sft import FSDPLMEngine
+    from areal_torch.models.tiny import make_tiny_seeing_model
 
     if (Path(config.model.path) / "model.safetensors").exists():
         return

@@ -30,7 +30,7 @@ from areal import (
 )
 from areal.datasets.heldout import hold_out
 from areal.rewards.code import code_reward
-from areal.rewards.sandbox import Limits, Sandbox
+from areal.sandbox import Limits, Sandbox
 
 
 @dataclass
@@ -119,9 +119,9 @@ def main(argv):
 def prepare_model(config: Config) -> None:
     """Creates a Qwen2 of 0.6 M parameters and teaches it the format and some of the functions."""
     from areal.config.training import OptimizerConfig, TrainEngineConfig
-    from areal.engines.sft import FSDPLMEngine, pack_examples
-    from areal.models.tiny import make_tiny_model
     from areal.tokenizer import Tokenizer
+    from areal_torch.engines.sft import FSDPLMEngine, pack_examples
+    from areal_torch.models.tiny import make_tiny_model
 
     if (Path(config.model.path) / "model.safetensors").exists():
         return

@@ -64,9 +64,9 @@ def generated(seed: int) -> list[dict]:
 
 def main(argv):
     config, _ = load_expr_config(argv, Config)
-    from areal.engines.distill import Distillation
-    from areal.engines.offline import frozen
-    from areal.engines.sft import evaluate_lm
+    from areal_torch.engines.distill import Distillation
+    from areal_torch.engines.offline import frozen
+    from areal_torch.engines.sft import evaluate_lm
 
     model = OfflineTrainer(config.actor)
     teacher = frozen(config.actor, config.teacher)
@@ -94,10 +94,10 @@ def prepare_model(config: Config) -> None:
     """Creates a Qwen2 of 0.6 M parameters, and a teacher that has learned from the rows."""
     import random
 
-    from areal.algorithms.packing import pack
     from areal.config.training import OptimizerConfig, TrainEngineConfig
-    from areal.engines.sft import FSDPLMEngine
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.algorithms.packing import pack
+    from areal_torch.engines.sft import FSDPLMEngine
+    from areal_torch.models.tiny import make_tiny_model
 
     if not (Path(config.teacher) / "model.safetensors").exists():
         fresh = Path(f"{config.teacher}-fresh")

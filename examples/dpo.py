@@ -39,8 +39,8 @@ class Config(GRPOConfig):
 
 def main(argv):
     config, _ = load_expr_config(argv, Config)
-    from areal.engines.offline import frozen
-    from areal.engines.preference import Preference
+    from areal_torch.engines.offline import frozen
+    from areal_torch.engines.preference import Preference
 
     model = OfflineTrainer(config.actor)
     preference = Preference(config.loss, config.beta, config.gamma)
@@ -76,6 +76,6 @@ def main(argv):
 
 def prepare_model(config: Config) -> None:
     """Creates a Qwen2 of 0.6 M parameters."""
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     make_tiny_model(Path(config.model.path), seed=config.seed)

@@ -43,7 +43,7 @@ def chat_of(row: dict) -> dict:
 
 def main(argv):
     config, _ = load_expr_config(argv, Config)
-    from areal.engines.sft import evaluate_lm, train_lm
+    from areal_torch.engines.sft import evaluate_lm, train_lm
 
     model = OfflineTrainer(config.actor)
     tokenizer = Tokenizer.load(Path(config.model.path))
@@ -89,6 +89,6 @@ def rows_of(config: Config) -> tuple[list[dict], list[dict]]:
 
 def prepare_model(config: Config) -> None:
     """Creates a Qwen2 of 0.6 M parameters."""
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     make_tiny_model(Path(config.model.path), seed=config.seed)

@@ -109,12 +109,12 @@ def warm_game(draw: random.Random) -> list[dict]:
 
 def prepare_model(config: Config) -> None:
     """Creates a Qwen2 of 0.6 M parameters and teaches it to answer with a digit."""
-    from areal.algorithms.packing import pack
     from areal.config.training import OptimizerConfig, TrainEngineConfig
     from areal.datasets.chats import chat_unit
-    from areal.engines.sft import FSDPLMEngine
-    from areal.models.tiny import make_tiny_model
     from areal.tokenizer import Tokenizer
+    from areal_torch.algorithms.packing import pack
+    from areal_torch.engines.sft import FSDPLMEngine
+    from areal_torch.models.tiny import make_tiny_model
 
     if (Path(config.model.path) / "model.safetensors").exists():
         return

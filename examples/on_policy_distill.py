@@ -60,9 +60,9 @@ def reward_fn(prompt, completions, prompt_ids, completion_ids, answer, **data) -
 
 def main(argv):
     config, _ = load_expr_config(argv, Config)
-    from areal.engines.distill import Distillation
-    from areal.engines.offline import frozen
-    from areal.engines.served_teacher import ServedTeacher
+    from areal_torch.engines.distill import Distillation
+    from areal_torch.engines.offline import frozen
+    from areal_torch.engines.served_teacher import ServedTeacher
 
     train, heldout = problems(config)
     rollout = RemoteSGLangEngine(config.rollout)
@@ -98,9 +98,9 @@ def teach(config: Config, path: str, until: float) -> None:
     import random
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig
-    from areal.engines.sft import FSDPLMEngine, pack_examples
-    from areal.models.tiny import make_tiny_model
     from areal.tokenizer import Tokenizer
+    from areal_torch.engines.sft import FSDPLMEngine, pack_examples
+    from areal_torch.models.tiny import make_tiny_model
 
     if (Path(path) / "model.safetensors").exists():
         return

@@ -97,7 +97,7 @@ def main(argv):
 
 def prepare_model(config) -> None:
     """Creates an untrained Qwen2 of 0.6 M parameters."""
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     if not (Path(config.model.path) / "model.safetensors").exists():
         make_tiny_model(Path(config.model.path), seed=config.seed)

@@ -31,7 +31,7 @@ class Config(GRPOConfig):
 
 def main(argv):
     config, _ = load_expr_config(argv, Config)
-    from areal.engines.reward_model import evaluate_reward_model, train_reward_model
+    from areal_torch.engines.reward_model import evaluate_reward_model, train_reward_model
 
     model = OfflineTrainer(config.actor, scalar=True)
     tokenizer = Tokenizer.load(Path(config.model.path))
@@ -53,6 +53,6 @@ def main(argv):
 
 def prepare_model(config: Config) -> None:
     """Creates a Qwen2 of 0.6 M parameters."""
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     make_tiny_model(Path(config.model.path), seed=config.seed)

@@ -156,9 +156,9 @@ def demonstrations(config: Config) -> list[tuple[list[dict], str]]:
 def prepare_model(config: Config) -> None:
     """Creates a Qwen2 of 0.6 M parameters that can search and read, but makes mistakes."""
     from areal.config.training import OptimizerConfig, TrainEngineConfig
-    from areal.engines.sft import FSDPLMEngine, pack_examples
-    from areal.models.tiny import make_tiny_model
     from areal.tokenizer import Tokenizer
+    from areal_torch.engines.sft import FSDPLMEngine, pack_examples
+    from areal_torch.models.tiny import make_tiny_model
 
     if (Path(config.model.path) / "model.safetensors").exists():
         return

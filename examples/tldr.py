@@ -85,7 +85,7 @@ def main(argv):
 
 def prepare_model(config: Config) -> None:
     """Creates two Qwen2 models of 0.6 M parameters: the judge and the writer."""
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     for path, teach in ((config.judge, teach_judge), (config.model.path, teach_writer)):
         if not (Path(path) / "model.safetensors").exists():
@@ -99,12 +99,12 @@ def teach_judge(config: Config, fresh: Path, path: str) -> None:
 
     import torch
 
-    from areal.algorithms import packing
     from areal.config.training import OptimizerConfig, TrainEngineConfig
     from areal.datasets.chats import pair_unit
-    from areal.engines.fsdp import FSDPEngine
-    from areal.engines.reward_model import train_reward_model
     from areal.tokenizer import Tokenizer
+    from areal_torch.algorithms import packing
+    from areal_torch.engines.fsdp import FSDPEngine
+    from areal_torch.engines.reward_model import train_reward_model
 
     optimizer = OptimizerConfig(lr=1e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.1)
     engine = FSDPEngine(TrainEngineConfig(path=str(fresh), scalar=True, optimizer=optimizer))
@@ -127,8 +127,8 @@ def teach_writer(config: Config, fresh: Path, path: str) -> None:
     import random
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig
-    from areal.engines.sft import FSDPLMEngine, pack_examples
     from areal.tokenizer import Tokenizer
+    from areal_torch.engines.sft import FSDPLMEngine, pack_examples
 
     optimizer = OptimizerConfig(lr=2e-3, beta2=0.95, weight_decay=0, warmup_steps_proportion=0.07)
     engine = FSDPLMEngine(TrainEngineConfig(path=str(fresh), optimizer=optimizer))

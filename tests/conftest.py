@@ -69,7 +69,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model with a tokenizer; it is only read."""
     import torch
 
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     torch.set_num_threads(1)
     return Path(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal.training.rollouts.reader import Kept, RolloutFolder
+from areal.runs.rollouts.reader import Kept, RolloutFolder
 
 
 def check_kept(run_dir: Path, steps: int) -> dict[int, list[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal.training.metric_names import METRICS
+from areal.runs.metric_names import METRICS
 
 
 def known() -> re.Pattern[str]:

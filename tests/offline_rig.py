@@ -11,7 +11,7 @@ from tests.metric_names import read_metrics
 
 from areal.config.experiment import GRPOConfig, build_config, save_config
 from areal.recipe import find_config_class, load_recipe
-from areal.training.offline_session import OfflineSession
+from areal_torch.training.offline_session import OfflineSession
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

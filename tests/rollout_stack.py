@@ -23,7 +23,7 @@ from tests.redis_server import start_redis
 
 from areal.chassis.process import PROCESS_VARIABLE
 from areal.config.experiment import GRPOConfig, save_config
-from areal.models.tiny import make_tiny_model
+from areal_torch.models.tiny import make_tiny_model
 
 SERVICES = Path(__file__).parents[1] / "services"
 

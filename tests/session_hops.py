@@ -14,7 +14,6 @@ from tests.ledger_support import EMPTY, Book, ledger_config, new_task
 from areal.agents.replies import Reply
 from areal.chassis.waits import Waits
 from areal.errors import ArealError
-from areal.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer
 from areal.protocol.trajectories import pack_group
 from areal.tokenizer import Tokenizer
 from areal.types import (
@@ -30,6 +29,7 @@ from areal_buffer.records import Completion, MemoryGauge
 from areal_buffer.sessions import SessionStore, check_update
 from areal_rollout.config import RolloutConfig
 from areal_rollout.sessions import Sessions
+from areal_torch.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer
 
 KEY = "sk-test"
 

@@ -7,7 +7,7 @@ import sys
 
 from areal.chassis.logging import configure_logging
 from areal.chassis.service import ServiceContext, listen_in
-from areal.training.status import TrainerStatus
+from areal.runs.status import TrainerStatus
 from areal_trainer.server import TrainerServer
 from areal_trainer.servicer import TrainerService
 

@@ -32,7 +32,7 @@ VERSIONS = {
     "torch": ("2.11.0", "2.12.1", "2.13.0", "2.14.1"),
     "transformers": ("5.17.0", "5.18.0", "5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0"),
 }
-"""One release of each minor version that the trainer supports (areal.engines.versions)."""
+"""One release of each minor version that the trainer supports (areal_torch.engines.versions)."""
 _PLATFORMS = ("macosx_11_0_arm64", "macosx_14_0_arm64")
 
 Signatures = list[str] | None

@@ -50,7 +50,7 @@ class Use:
     name: str
     """Full dotted name, or `operator aten::mm`."""
     where: str
-    """`services/areal/engines/fsdp.py:101`."""
+    """`services/areal_torch/engines/fsdp.py:101`."""
     positional: int | None = None
     """Positional arguments of the call; None: it is not called, or their number is not known."""
     keywords: tuple[str, ...] = ()

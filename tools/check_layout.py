@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # The command starts services; it is none.
-NOT_SERVICES = ("areal_launch",)
+NOT_SERVICES = ("areal_launch", "areal_torch")
 ROOMS = (
     "__init__.py",
     "__main__.py",

@@ -81,14 +81,14 @@ default or `functools.partial` sets.
 - **Keys of the batch**: a recipe may add its own, [T, ...], or [S, ...] under a name that begins
   with `sequence_`. They follow the tokens into minibatches and micro-batches.
 - **A head** computes logprobs and entropies: `FSDPPPOActor(config.actor, head=my_head)`, see
-  `areal.engines.model.heads`. For a loss that is no policy loss at all, call
+  `areal_torch.engines.model.heads`. For a loss that is no policy loss at all, call
   `actor.engine.train_batch(batch, loss_fn, head=my_head)`; its statistics are in the row, too.
 
 A loss that returns another shape, has no gradient or raises ends the run with one line that names
 its file and line; one that is not finite ends it as any diverged training does.
 
-Built-in losses have the same form (`services/areal/algorithms/losses.py`). Constants that only one
-of them has are set by `actor.loss_constants={tau_negative: 1.1}`:
+Built-in losses have the same form (`services/areal_torch/algorithms/losses.py`). Constants that
+only one of them has are set by `actor.loss_constants={tau_negative: 1.1}`:
 """
 
 

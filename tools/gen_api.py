@@ -49,7 +49,7 @@ These types appear in signatures:
 | `Unit` | an example for `OfflineTrainer`: a sequence, or a pair of chosen and rejected sequences |
 | `LossFn` | (logprobs [T], entropies [T], micro-batch) -> (loss summed over tokens, statistics) |
 | `LossWeightFn` | micro-batch -> the amount that this micro-batch adds to the divisor of the loss |
-| `Head` | `areal.engines.model.heads.Head`: computes the inputs of a loss from hidden states |
+| `Head` | `areal_torch.engines.model.heads.Head`: computes a loss's inputs from hidden states |
 | `HostTensor` | a tensor as bytes in CPU memory |
 | `Again` | an object that gathers a version's tensors a second time |
 """
@@ -307,7 +307,7 @@ def page_of(public: Public) -> Iterator[str]:
 def page() -> str:
     """The whole page."""
     parts = [HEAD.rstrip()]
-    packed = ast.get_docstring(tree_of("areal.algorithms.packing")) or ""
+    packed = ast.get_docstring(tree_of("areal_torch.algorithms.packing")) or ""
     parts += ["## The packed batch", as_markdown(packed.partition("\n\n")[2])]
     for title, entries in sections():
         parts += [f"## {title}", introduction(title)]

@@ -25,13 +25,13 @@ if __name__ == "__main__":
 
 from tools.tiny_architectures import COMPOSITE, NotTried, tiny_model  # noqa: E402
 
-from areal.algorithms import packing  # noqa: E402
-from areal.engines.model.guards import drop_towers, placeholders, silence_noise  # noqa: E402
-from areal.engines.model.heads import LogprobHead  # noqa: E402
-from areal.engines.model.packed import PackedCausalLM  # noqa: E402
-from areal.engines.model.self_test import self_test  # noqa: E402
-from areal.engines.parallel.apply import decoder_layers  # noqa: E402
 from areal.errors import InvalidInput  # noqa: E402
+from areal_torch.algorithms import packing  # noqa: E402
+from areal_torch.engines.model.guards import drop_towers, placeholders, silence_noise  # noqa: E402
+from areal_torch.engines.model.heads import LogprobHead  # noqa: E402
+from areal_torch.engines.model.packed import PackedCausalLM  # noqa: E402
+from areal_torch.engines.model.self_test import self_test  # noqa: E402
+from areal_torch.engines.parallel.apply import decoder_layers  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 RIGHT, REFUSED, NOT_TRIED, WRONG = "right", "refused", "not tried", "wrong"

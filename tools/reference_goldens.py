@@ -6,8 +6,8 @@ and clusters):
     pip download --no-deps --dest /tmp/wheels areal==1.0.4 verl==0.9.1 trl==1.16.0
     python tools/reference_goldens.py /tmp/wheels/{areal-1.0.4,verl-0.9.1,trl-1.16.0}-*.whl
 
-writes tests/unit/areal/algorithms/golden/{areal,verl,trl,trl_preference}.npz. Inputs and outputs
-are padded [rows, columns] arrays in the packages' own alignment; the tests translate.
+writes tests/unit/areal_torch/algorithms/golden/{areal,verl,trl,trl_preference}.npz. Inputs and
+outputs are padded [rows, columns] arrays in the packages' own alignment; the tests translate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import torch
 
-GOLDEN = Path(__file__).parents[1] / "tests/unit/areal/algorithms/golden"
+GOLDEN = Path(__file__).parents[1] / "tests/unit/areal_torch/algorithms/golden"
 SEEDS = range(4)
 
 

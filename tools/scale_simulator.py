@@ -57,12 +57,12 @@ from areal.clients.buffer.worker import BufferWorker
 from areal.clients.connections import connect_redis
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import GRPOConfig, save_config
-from areal.models.tiny import make_tiny_model
 from areal.protocol.leases import Return, ReturnCause
 from areal.types import GenerationHyperparameters, Purpose, Task, TaskState
 from areal.weights.manifest import build_manifest
 from areal.workflows.rlvr import RLVRWorkflow
 from areal.workflows.specs import describe_workflow
+from areal_torch.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 SERVICES = ("rollout", "buffer", "weight_sync", "reward")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from areal.moved import keep_former_names
+
+keep_former_names()
+
 # Public name -> module that defines it.
 _EXPORTS = {
     "AgentWorkflow": "areal.agents.workflow",
     "Conversation": "areal.workflows.conversation",
     "EnvWorkflow": "areal.workflows.environment",
     "Environment": "areal.workflows.environment",
-    "FSDPPPOActor": "areal.engines.ppo_actor",
-    "FSDPPPOCritic": "areal.engines.ppo_critic",
+    "FSDPPPOActor": "areal_torch.engines.ppo_actor",
+    "FSDPPPOCritic": "areal_torch.engines.ppo_critic",
     "GRPOConfig": "areal.config.experiment",
     "GenerationHyperparameters": "areal.types",
     "InferenceEngine": "areal.workflows.base",
@@ -20,21 +24,21 @@ _EXPORTS = {
     "McpServer": "areal.types",
     "LLMResponse": "areal.types",
     "MultiTurnWorkflow": "areal.workflows.multi_turn",
-    "OfflineTrainer": "areal.engines.offline",
+    "OfflineTrainer": "areal_torch.engines.offline",
     "RLVRWorkflow": "areal.workflows.rlvr",
-    "RemoteSGLangEngine": "areal.engines.rollout",
+    "RemoteSGLangEngine": "areal_torch.engines.rollout",
     "RolloutWorkflow": "areal.workflows.base",
     "make_trajectory": "areal.workflows.base",
     "StatefulLoader": "areal.datasets.loader",
     "ToolWorkflow": "areal.workflows.tool",
-    "TrainEngine": "areal.engines.train_api",
+    "TrainEngine": "areal_torch.engines.train_api",
     "Trajectory": "areal.types",
     "VerifiersWorkflow": "areal.agents.verifiers",
     "WeightUpdateMeta": "areal.types",
     "group_reward": "areal.rewards.group",
     "load_expr_config": "areal.config.experiment",
     "rubric": "areal.rewards.rubric",
-    "shuffle_rewards": "areal.algorithms.controls",
+    "shuffle_rewards": "areal_torch.algorithms.controls",
 }
 
 __all__ = [
@@ -71,14 +75,8 @@ __all__ = [
 if TYPE_CHECKING:
     from areal.agents.verifiers import VerifiersWorkflow
     from areal.agents.workflow import AgentWorkflow
-    from areal.algorithms.controls import shuffle_rewards
     from areal.config.experiment import GRPOConfig, load_expr_config
     from areal.datasets.loader import StatefulLoader
-    from areal.engines.offline import OfflineTrainer
-    from areal.engines.ppo_actor import FSDPPPOActor
-    from areal.engines.ppo_critic import FSDPPPOCritic
-    from areal.engines.rollout import RemoteSGLangEngine
-    from areal.engines.train_api import TrainEngine
     from areal.rewards.group import group_reward
     from areal.rewards.rubric import rubric
     from areal.types import (
@@ -94,6 +92,12 @@ if TYPE_CHECKING:
     from areal.workflows.multi_turn import MultiTurnWorkflow
     from areal.workflows.rlvr import RLVRWorkflow
     from areal.workflows.tool import ToolWorkflow
+    from areal_torch.algorithms.controls import shuffle_rewards
+    from areal_torch.engines.offline import OfflineTrainer
+    from areal_torch.engines.ppo_actor import FSDPPPOActor
+    from areal_torch.engines.ppo_critic import FSDPPPOCritic
+    from areal_torch.engines.rollout import RemoteSGLangEngine
+    from areal_torch.engines.train_api import TrainEngine
 
 
 def __getattr__(name: str) -> Any:

@@ -65,7 +65,7 @@ class BufferServer(Server):
         try:
             await self._sweeper.sample()
         except Unavailable as error:
-            get_logger("areal_buffer").warning("redis_unreachable", error=str(error))
+            get_logger(__name__).warning("redis_unreachable", error=str(error))
             raise
 
 

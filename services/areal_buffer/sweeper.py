@@ -48,7 +48,7 @@ class Sweeper:
         self._metrics = metrics
         self._interval_s = interval_s
         self._oldest_queued: tuple[float, str] | None = None
-        self._log = get_logger("areal_buffer.sweeper")
+        self._log = get_logger(__name__)
 
     async def sweep_forever(self) -> None:
         """Sweeps every interval."""

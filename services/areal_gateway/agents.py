@@ -80,7 +80,7 @@ class _PassedOn:
                 self.whole = True
             except Exception as error:
                 if not isinstance(error, ArealError):
-                    get_logger("areal.gateway").error("agent_stream_failed", exc_info=error)
+                    get_logger(__name__).error("agent_stream_failed", exc_info=error)
                 named, anthropic = self._path.endswith("/responses"), is_anthropic(self._path)
                 typed = named or anthropic
                 yield frame(failure(error, typed=typed, anthropic=anthropic)[1], typed)

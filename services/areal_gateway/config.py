@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from areal.config.experiment import GRPOConfig
 from areal.config.learning_rules import Finding, of_config
 from areal.config.services import EndpointsConfig
-from areal.training.step_rows import MOST_ROWS
+from areal.runs.step_rows import MOST_ROWS
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ async def watch_clock(
 
 async def watch_versions(run: RunStatus, weight_sync: WeightSyncClient) -> None:
     """Follows the policy versions; never returns."""
-    log = get_logger("areal_gateway.pollers")
+    log = get_logger(__name__)
     backoff = Backoff()
     while True:
         try:

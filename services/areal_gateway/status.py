@@ -28,7 +28,7 @@ import orjson
 
 from areal.chassis.waits import Wait
 from areal.config.learning_rules import Finding, of_run
-from areal.training.step_rows import thin
+from areal.runs.step_rows import thin
 
 SOURCES = ("ledger", "servers", "trainer")
 _VALUES = (*SOURCES, "versions")

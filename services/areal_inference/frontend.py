@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
 from areal.errors import ConfigError, Unavailable
-from areal.models.directory import serving_dtype
+from areal.model_directory import serving_dtype
 from areal_inference.api import GenerateCall, Limits, RequestError
 from areal_inference.config import InferenceConfig
 from areal_inference.decode.engine import Engine, EngineError
@@ -25,9 +25,9 @@ from areal_inference.metrics import Metrics
 from areal_inference.model.config import ModelConfig, ModelError, ServedModel, UnknownModel
 
 if TYPE_CHECKING:
-    from areal.models.cpu_matmul import Storage
     from areal_inference.decode.runner import Cache, Decoder, ModelRunner
     from areal_inference.model.vision import See
+    from areal_torch.models.cpu_matmul import Storage
 
 _DEFAULT_CACHE_BYTES = 1 << 30
 _STUCK_AFTER_S = 60.0
@@ -269,7 +269,7 @@ def read_model(config: InferenceConfig) -> ServedModel:
 def _context_length(config: InferenceConfig, model: ServedModel) -> int:
     asked, most = config.context_length, model.max_position_embeddings
     if asked is not None and asked > most:
-        get_logger("areal_inference.frontend").warning(
+        get_logger(__name__).warning(
             "context_length_clamped", asked=asked, max_position_embeddings=most
         )
     return min(asked or most, most)
@@ -277,13 +277,13 @@ def _context_length(config: InferenceConfig, model: ServedModel) -> int:
 
 def _storage(config: InferenceConfig, model: ServedModel) -> Storage:
     """How this machine multiplies the model's matrices fast."""
-    from areal.models.cpu_matmul import FLOAT32, choose_here
     from areal_inference.model.weights import model_shapes
+    from areal_torch.models.cpu_matmul import FLOAT32, choose_here
 
     if config.dtype == "float32" or not isinstance(model, ModelConfig):
         return FLOAT32
     choice = choose_here(sum(math.prod(shape) for shape in model_shapes(model).values()))
-    get_logger("areal_inference.frontend").info(
+    get_logger(__name__).info(
         "matrices_stored", dtype=config.dtype, stored=str(choice.storage), why=choice.why
     )
     return choice.storage

@@ -60,7 +60,7 @@ class InferenceServer:
 
     async def run(self) -> int:
         """Serves until SIGTERM or SIGINT; returns the exit code: 1 if the engine failed."""
-        frontend, log = self._frontend, get_logger("areal_inference.server")
+        frontend, log = self._frontend, get_logger(__name__)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))

@@ -19,7 +19,7 @@ class RewardConfig:
     memory_mb: int = 1024
     """Address space a worker may add to what it had when its function was loaded, in MiB."""
     isolation: Literal["process", "sandbox"] = "process"
-    """sandbox: each worker is in a box (areal.rewards.sandbox)."""
+    """sandbox: each worker is in a box (areal.sandbox)."""
     max_waiting_items: int = 16384
     """Items waiting for a worker; beyond it calls are refused as Unavailable (back-pressure)."""
     load_timeout_s: float = 60.0

@@ -93,7 +93,7 @@ class WorkerPool:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._log = get_logger("areal_reward.pool")
+        self._log = get_logger(__name__)
 
     async def score(
         self,

@@ -15,7 +15,7 @@ import orjson
 import areal_reward
 from areal.chassis.logging import get_logger
 from areal.errors import CannotStart, Unavailable, WaitTimeout
-from areal.rewards.sandbox.launch import NAMESPACES, confine, variables
+from areal.sandbox.launch import NAMESPACES, confine, variables
 from areal.security import without_secrets
 from areal_reward import frames
 from areal_reward.children import Children
@@ -125,7 +125,7 @@ class WorkerProcess:
 
     async def _first(self, usual_s: float) -> tuple[Kind, bytes] | None:
         """Returns the first frame; says every `usual_s` seconds that it still waits for it."""
-        log, since = get_logger("areal_reward.process"), time.monotonic()
+        log, since = get_logger(__name__), time.monotonic()
         reading = asyncio.ensure_future(self.read())
         try:
             for _ in range(_PATIENCE):

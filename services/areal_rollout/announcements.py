@@ -25,7 +25,7 @@ class Announcements:
         self._url, self._token = url, token
         self._subject = f"areal.{namespace.replace('/', '.')}.servers"
         self._nats: NatsClient | None = None
-        self._log = get_logger("areal.rollout.announcements")
+        self._log = get_logger(__name__)
 
     async def listen(self, told: Callable[[], None]) -> None:
         """Calls `told` at each announcement, and once when it begins to hear them."""

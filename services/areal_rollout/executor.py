@@ -103,7 +103,7 @@ class Executor:
         self._session_group = session_group
         self._results = Results(buffer, config.worker_id, config.report_timeout_s)
         self._codec = GroupCodec()
-        self._log = get_logger("areal.rollout.executor")
+        self._log = get_logger(__name__)
         self._episodes: dict[str, Episode] = {}
         self._room = asyncio.Event()
         self._draining = False

@@ -42,7 +42,7 @@ class LoadWatch:
         """
         self._trainer = trainer
         self._servers, self._generating_s, self._report = servers, generating_s, report
-        self._log = get_logger("areal.rollout.load_watch")
+        self._log = get_logger(__name__)
         self._known, self._said = False, False
         self._recommender = Recommender()
         self._step = -1

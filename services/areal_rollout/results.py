@@ -67,7 +67,7 @@ class Results:
         self._buffer = buffer
         self._worker_id = worker_id
         self._timeout_s = timeout_s
-        self._log = get_logger("areal.rollout.results")
+        self._log = get_logger(__name__)
 
     async def report(self, lease: Lease, end: End) -> str:
         """Reports an end until the buffer has taken it; returns the outcome's name."""

@@ -40,7 +40,7 @@ class ServerRefresh:
         self._list_changes = list_changes
         self._as_of = ""
         self._announced = asyncio.Event()
-        self._log = get_logger("areal.rollout.refresh")
+        self._log = get_logger(__name__)
         self._away = False
 
     def announce(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from areal.config.experiment import GRPOConfig
 from areal.errors import ConfigError
 from areal.protocol.boxes import Isolation
-from areal.rewards.sandbox.launch import hides_files
+from areal.sandbox.launch import hides_files
 from areal.security import SECRET_VARIABLES
 
 

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 from areal.chassis.logging import get_logger
 from areal.errors import CannotStart, CapacityExceeded, InvalidInput, NotFound, Unavailable
 from areal.protocol.boxes import Limits, Outcome
-from areal.rewards.sandbox.box import Box, Command
+from areal.sandbox.box import Box, Command
 from areal_sandbox.config import SandboxConfig
 from areal_sandbox.metrics import SandboxMetrics
 
@@ -39,7 +39,7 @@ Spawn = Callable[[Coroutine[Any, Any, Any], str], object]
 
 
 class OneShots(Protocol):
-    """Runs commands in boxes of their own (areal.rewards.sandbox.Sandbox)."""
+    """Runs commands in boxes of their own (areal.sandbox.Sandbox)."""
 
     async def run(
         self,
@@ -90,7 +90,7 @@ class Leases:
         self._starting = 0
         self._waiting = 0
         self._draining = False
-        self._log = get_logger("areal_sandbox.leases")
+        self._log = get_logger(__name__)
 
     async def start(self) -> None:
         """Shows that this machine has boxes.

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from areal.addresses import join_address
 from areal.chassis.service import Registration, Server, ServiceContext, run_service, split_address
-from areal.rewards.sandbox import Sandbox
-from areal.rewards.sandbox.box import Box
+from areal.sandbox import Sandbox
+from areal.sandbox.box import Box
 from areal.v1.sandbox_service_pb2_grpc import add_SandboxServiceServicer_to_server
 from areal_sandbox.config import SandboxConfig, check_secrets, forget_secrets
 from areal_sandbox.e2b.app import E2BApp

@@ -11,8 +11,8 @@ import grpc
 from areal.chassis.waits import Waits
 from areal.errors import InvalidInput
 from areal.protocol.boxes import Ended, ended_to_pb, limits_from_pb
-from areal.rewards.sandbox.box import Command
-from areal.rewards.sandbox.pool import refuse
+from areal.sandbox.box import Command
+from areal.sandbox.pool import refuse
 from areal.v1 import sandbox_service_pb2 as pb
 from areal.v1 import sandbox_service_pb2_grpc as pb_grpc
 from areal_sandbox.files import Files

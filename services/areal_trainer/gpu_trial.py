@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from areal.errors import ArealError, InvalidInput
-from areal.models.directory import read_config
+from areal.model_directory import read_config
 
 _PAIR_S = 45.0
 _VOCABULARY = 256
@@ -50,9 +50,9 @@ def train_step(model: Path | None) -> dict[str, Any]:
         model: A folder with config.json; None: a tiny model.
     """
     from areal.config.training import TrainEngineConfig
-    from areal.engines.parallel.apply import resolve_precision
-    from areal.engines.sft import FSDPLMEngine, pack_examples
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.engines.parallel.apply import resolve_precision
+    from areal_torch.engines.sft import FSDPLMEngine, pack_examples
+    from areal_torch.models.tiny import make_tiny_model
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="areal-gpu-trial-") as name:
@@ -105,7 +105,7 @@ def sum_over_ranks() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from areal.engines.parallel.mesh import local_device
+    from areal_torch.engines.parallel.mesh import local_device
 
     device = local_device()
     cuda = device.type == "cuda"

@@ -27,10 +27,10 @@ from areal.chassis.service import Listeners
 from areal.config.experiment import GRPOConfig, cautions
 from areal.errors import CannotStart, InvalidInput, TrainingDiverged, WorkflowError
 from areal.recipe import Recipe, load_recipe
-from areal.training.offline_session import OfflineSession
-from areal.training.rank_watch import RankWatch
-from areal.training.session import EvaluationEnded, TrainerSession, TrainerStopped
-from areal.training.stall_watch import LEAST_S, STEPS, StallWatch
+from areal_torch.training.offline_session import OfflineSession
+from areal_torch.training.rank_watch import RankWatch
+from areal_torch.training.session import EvaluationEnded, TrainerSession, TrainerStopped
+from areal_torch.training.stall_watch import LEAST_S, STEPS, StallWatch
 from areal_trainer.config import TrainerConfig
 from areal_trainer.recipe_fault import fault_of_recipe
 
@@ -78,8 +78,8 @@ def _init_process_group(config: TrainerConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from areal.engines.parallel.mesh import local_device
-    from areal.engines.random_state import seed_all
+    from areal_torch.engines.parallel.mesh import local_device
+    from areal_torch.engines.random_state import seed_all
 
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads_of_rank(config.experiment, os.environ, cores))
@@ -135,7 +135,7 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
         config: The experiment, and this rank's place in the world.
         serve: Starts the status server of rank 0; None: no one asked for it.
     """
-    log = get_logger("areal_trainer")
+    log = get_logger(__name__)
     prepare_allocator(os.environ)  # before the recipe imports torch
     recipe = Path(config.experiment.recipe)
     module = _load(recipe)

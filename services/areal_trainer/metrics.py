@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from areal.training.status import TrainerStatus
+from areal.runs.status import TrainerStatus
 
 # Row key -> (metric, help). Gauges of the last finished step: the rows are the full record.
 _GAUGES = {

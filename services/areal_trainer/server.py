@@ -23,8 +23,8 @@ from areal.chassis.service import (
 )
 from areal.config.experiment import GRPOConfig, load_service_config
 from areal.errors import ArealError
-from areal.training.session import TrainerSession
 from areal.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
+from areal_torch.training.session import TrainerSession
 from areal_trainer.config import TrainerConfig
 from areal_trainer.job import EXIT_BAD_INPUT, FINAL, leave, run
 from areal_trainer.metrics import TrainerCollector

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import orjson
 
-from areal.training.status import TrainerStatus
+from areal.runs.status import TrainerStatus
 from areal.v1 import trainer_service_pb2 as pb
 from areal.v1 import trainer_service_pb2_grpc as pb_grpc
 

@@ -41,7 +41,7 @@ class Announcer:
         self._namespace = namespace
         self._nats: NatsClient | None = None
         self._stream_known = False
-        self._log = get_logger("areal.weight_sync.announcer")
+        self._log = get_logger(__name__)
 
     def start(self, coordinator: Coordinator, keep: Callable[..., asyncio.Task[None]]) -> None:
         """Announces in the background, if there is a NATS."""

@@ -103,7 +103,7 @@ class Coordinator:
         self.turns = Turns(0.0, 0.0)
         self._turn_ends: asyncio.TimerHandle | None = None
         self._collected = -1
-        self._log = get_logger("areal.weight_sync.coordinator")
+        self._log = get_logger(__name__)
         self.routine = RareLog(self._log)
         """For what each version brings, of each server."""
 

@@ -70,7 +70,7 @@ class Member:
         self.gone = False  # its process ended, as far as one can tell: it holds no memory
         self._connections = -1  # of the engine, when the boot was last asked
         self.loading = ""  # path of the version that the server was last told to read
-        self._log = get_logger("areal.weight_sync.member").bind(server=record.server_id)
+        self._log = get_logger(__name__).bind(server=record.server_id)
 
     @property
     def ranks(self) -> int:

@@ -155,7 +155,7 @@ async def collect(
     routine: RareLog,
 ) -> None:
     """Runs `collect_garbage` and `collect_objects` in a thread, and logs the result."""
-    log, busy = get_logger("areal.weight_sync.published"), list(in_use)
+    log, busy = get_logger(__name__), list(in_use)
     names = []
     try:
         deleted = await asyncio.to_thread(collect_garbage, root, current, keep, busy)

@@ -13,7 +13,7 @@ import redis
 from tests.redis_server import start_redis
 
 from areal.clients.connections import redis_prefix
-from areal.training.rollouts.reader import RolloutFolder
+from areal.runs.rollouts.reader import RolloutFolder
 
 ENDS = ("trained", "delivered", "rejected", "cancelled", "expired", "dead_lettered")
 

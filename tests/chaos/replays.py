@@ -9,7 +9,7 @@ from tests.chaos.trainer_rig import BATCH, TrainerProcess, TrainerRig
 from tests.integration.stack_tools import eventually
 from tests.kept import check_discarded, check_kept
 
-from areal.training.rollouts.reader import RolloutFolder
+from areal.runs.rollouts.reader import RolloutFolder
 
 
 def prefilled(model: Path, steps: int) -> tuple[str, ...]:

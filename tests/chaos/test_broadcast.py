@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.integration.broadcast_rig import SERVING, World, running_world
 
-from areal.weights import distributed
 from areal.weights.servers import ServerState
+from areal_torch.publish import distributed
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -154,7 +154,7 @@ async def resumed(rig: TrainerRig, file: Path) -> None:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[TrainerRig]:
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     model = Path(make_tiny_model(tmp_path / "model", seed=0))
     overrides = (

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.cluster_runs import arguments, check_books, rows_of
 from tests.integration.stack_tools import RunningStack, areal_background, eventually
 
-from areal.models.tiny import make_tiny_model
+from areal_torch.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 

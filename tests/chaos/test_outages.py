@@ -17,7 +17,7 @@ from tests.integration.stack_tools import RunningStack, areal_background, eventu
 from tests.nats_server import NatsServer
 from tests.redis_server import RedisServer
 
-from areal.models.tiny import make_tiny_model
+from areal_torch.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -16,7 +16,7 @@ from tests.contract.test_engine_control import PROMPT, generating, rebuilt, span
 
 from areal.weights.broadcast import Offer, Seat, buckets
 from areal.weights.manifest import build_manifest
-from areal.weights.process_group import GroupError, ProcessGroup
+from areal_torch.publish.process_group import GroupError, ProcessGroup
 from areal_weight_sync.engine.http import HttpEngine, open_session
 
 NUMBERS = itertools.count(1)
@@ -193,8 +193,8 @@ async def test_staging_when_broadcast_then_checked_by_digest_and_swapped_without
     if http.engine.real:
         assert (await http.post("/stage_weights", {}))[0] == 404
         return
-    from areal.engines.export.publishing import host_tensors
     from areal.weights.safetensors import digest_of
+    from areal_torch.engines.export.publishing import host_tensors
 
     tensors = trainer.tensors(1)
     digests = [digest_of(t.data) for t in host_tensors(tensors.items())]

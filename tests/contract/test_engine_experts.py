@@ -17,17 +17,17 @@ from tests.integration.weight_sync_rig import WeightSyncRig, rig_with_stores
 from tests.unit.areal.engines.hub_families import make_family
 from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
 
-from areal.algorithms import packing
 from areal.config.experiment import GRPOConfig
 from areal.config.training import OptimizerConfig, TrainEngineConfig
-from areal.engines.export.publishing import host_tensors, make_publisher
-from areal.engines.fsdp import FSDPEngine
 from areal.security import Security
 from areal.types import WeightUpdateMeta
 from areal.weights.broadcast import Offer, Seats
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import NewVersion
 from areal.weights.servers import ServerState
+from areal_torch.algorithms import packing
+from areal_torch.engines.export.publishing import host_tensors, make_publisher
+from areal_torch.engines.fsdp import FSDPEngine
 
 VOCABULARY = 131
 WAYS = ("disk", "disk", "stream", "stream", "distributed")

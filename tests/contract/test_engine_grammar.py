@@ -18,7 +18,7 @@ from tests.contract.engines import (
     running_spelling,
 )
 
-from areal.models.tiny import END_ID, make_tiny_model
+from areal_torch.models.tiny import END_ID, make_tiny_model
 
 PROMPT = [258, 49, 43, 50, 61, 259]
 TOLERANCE = 1e-4

@@ -21,12 +21,12 @@ from tests.contract.engines import Http, chosen, output_logprobs, reference
 from tests.contract.transport_rig import free_port
 from tests.inference_server import REPOSITORY
 
-from areal.engines.export.publishing import host_tensors
 from areal.security import Security
 from areal.weights.delta import DeltaChain
 from areal.weights.manifest import PolicyVersion, build_manifest
 from areal.weights.publisher import NewVersion
-from areal.weights.stream import StreamPublisher
+from areal_torch.engines.export.publishing import host_tensors
+from areal_torch.publish.stream import StreamPublisher
 from areal_weight_sync.engine.http import HttpEngine, open_session
 from areal_weight_sync.engine.routes import Routes
 from areal_weight_sync.store.http import StoreApp

@@ -15,8 +15,8 @@ from tests.unit.areal.training.test_kept_rollouts import group, keep
 
 from areal.config.services import rollouts_url
 from areal.errors import NotFound
-from areal.training.rollouts.records import discarded_name, file_name, step_of
-from areal.training.rollouts.writer import RolloutWriter
+from areal.runs.rollouts.records import discarded_name, file_name, step_of
+from areal.runs.rollouts.writer import RolloutWriter
 from areal.weights.objects import ObjectStore
 from areal.weights.publisher import TransportError
 from areal_launch.commands.rollouts import export, show

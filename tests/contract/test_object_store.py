@@ -19,12 +19,12 @@ from tests.s3_server import BUCKET, S3Server, start_s3, use
 from areal.config.experiment import GRPOConfig
 from areal.errors import InvalidInput
 from areal.weights import objects
-from areal.weights.fallback import FallbackPublisher
 from areal.weights.fetch import fetch_model, fetch_version
 from areal.weights.manifest import PolicyVersion, build_manifest
 from areal.weights.objects import ObjectPublisher, ObjectStore
 from areal.weights.publisher import TransportError
 from areal_launch.doctor.preflight import weights_problem
+from areal_torch.publish.fallback import FallbackPublisher
 from areal_weight_sync.versions import collect_objects
 
 URL = f"s3://{BUCKET}/arithmetic/seed-1"

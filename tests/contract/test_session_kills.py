@@ -14,9 +14,9 @@ import pytest
 from tests.ledger_support import Book
 from tests.session_hops import Hops, Sampler
 
-from areal.models.tiny import END_ID
 from areal.v1.buffer_service_pb2 import UpdateSessionRequest
 from areal_buffer.sessions import check_update
+from areal_torch.models.tiny import END_ID
 
 CHAT = "/v1/chat/completions"
 AGENTS, REPLICAS, SESSIONS = 4, 3, 8

@@ -19,13 +19,13 @@ from tests.contract.transport_rig import HEADERS, TRANSPORTS, Rig, free_port, ru
 
 from areal.errors import InvalidInput
 from areal.weights.delta import Delta, DeltaChain, complete, encode, rebuild
-from areal.weights.fallback import FallbackPublisher
 from areal.weights.fetch import fetch_version
 from areal.weights.manifest import DeltaFile, PolicyVersion, read_manifest, version_name
 from areal.weights.publisher import NewVersion, Publisher, TransportError
 from areal.weights.safetensors import HostTensor, digest_of
-from areal.weights.stream import StreamPublisher
 from areal_inference.model.weights import WeightError, Weights
+from areal_torch.publish.fallback import FallbackPublisher
+from areal_torch.publish.stream import StreamPublisher
 
 WHOLE, DELTA = "model.safetensors", "delta.bin"
 

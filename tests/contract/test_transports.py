@@ -29,16 +29,16 @@ from tests.contract.transport_rig import (
 )
 
 from areal.errors import CapacityExceeded, InvalidInput
-from areal.weights.disk import DiskPublisher
-from areal.weights.fallback import FallbackPublisher
 from areal.weights.fetch import fetch_model, fetch_version
 from areal.weights.manifest import SPARE, build_manifest, version_name
 from areal.weights.publisher import NewVersion, TransportError
 from areal.weights.safetensors import HostTensor
 from areal.weights.sidecar import Sidecar
 from areal.weights.store_client import StoreConnection
-from areal.weights.stream import StreamPublisher
 from areal_inference.model.weights import WeightError
+from areal_torch.publish.disk import DiskPublisher
+from areal_torch.publish.fallback import FallbackPublisher
+from areal_torch.publish.stream import StreamPublisher
 from areal_weight_sync.engine.base import EngineError
 from areal_weight_sync.engine.http import HttpEngine, open_session
 from areal_weight_sync.engine.routes import Routes

@@ -15,18 +15,18 @@ from safetensors.torch import load_file
 from tests.inference_server import make_model, save_tokenizer
 from tests.ports import free_port
 
-from areal.engines.export.publishing import host_tensors
 from areal.security import Security
 from areal.weights.broadcast import Offer, Seat, Seats, buckets
 from areal.weights.delta import DeltaChain
-from areal.weights.disk import DiskPublisher
-from areal.weights.distributed import DistributedPublisher
 from areal.weights.manifest import PolicyVersion, build_manifest, check_same_tensors, version_name
 from areal.weights.publisher import NewVersion, Publisher
-from areal.weights.stream import StreamPublisher
 from areal_inference.http_api.weight_groups import Groups, MemorySource
 from areal_inference.model.config import ModelConfig
 from areal_inference.model.weights import Weights, load_weights
+from areal_torch.engines.export.publishing import host_tensors
+from areal_torch.publish.disk import DiskPublisher
+from areal_torch.publish.distributed import DistributedPublisher
+from areal_torch.publish.stream import StreamPublisher
 from areal_weight_sync.engine.broadcast_group import BroadcastGroup
 from areal_weight_sync.store.http import StoreApp
 from areal_weight_sync.store.weights import WeightStore

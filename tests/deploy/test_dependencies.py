@@ -42,18 +42,18 @@ OPTIONAL = {
     ("areal.workflows.mcp_tools", "mcp"),
     ("areal.workflows.mcp_tools", "mcp-types"),
     # Whoever chooses a tracker installs it.
-    ("areal.training.tracker", "mlflow"),
-    ("areal.training.tracker", "tensorboardx"),
-    ("areal.training.tracker", "trackio"),
-    ("areal.training.tracker", "wandb"),
+    ("areal_torch.training.tracker", "mlflow"),
+    ("areal_torch.training.tracker", "tensorboardx"),
+    ("areal_torch.training.tracker", "trackio"),
+    ("areal_torch.training.tracker", "wandb"),
     # A model that sees says that it needs them.
     ("areal_inference.model.vision", "pillow"),
     ("areal_inference.model.vision", "transformers"),
     # So does a model of an architecture that the CPU engine's own decoder lacks.
-    ("areal.engines.model.attention.dispatch", "transformers"),
-    ("areal.engines.model.fill", "transformers"),
-    ("areal.engines.model.hub_names", "transformers"),
-    ("areal.engines.model.source", "transformers"),
+    ("areal_torch.engines.model.attention.dispatch", "transformers"),
+    ("areal_torch.engines.model.fill", "transformers"),
+    ("areal_torch.engines.model.hub_names", "transformers"),
+    ("areal_torch.engines.model.source", "transformers"),
     ("areal_inference.frontend", "transformers"),
     ("areal_inference.model.plain", "transformers"),
 }

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.cluster_runs import rows_of
 from tests.integration.stack_tools import RunningStack, areal, environment
 
-from areal.engines.failed_step import load_failed_batch
+from areal_torch.engines.failed_step import load_failed_batch
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,7 +66,7 @@ def test_run_when_gradients_stay_not_finite_then_it_ends_with_the_cause_and_the_
     )
     assert len(batches) == 2
     again = subprocess.run(
-        [sys.executable, "-m", "areal.engines.failed_step", folder, "--model", tiny_model],
+        [sys.executable, "-m", "areal_torch.engines.failed_step", folder, "--model", tiny_model],
         env=environment(),
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.stack_tools import RunningStack, areal
 from tests.metric_names import read_metrics
 
-from areal.models.tiny import make_tiny_model
+from areal_torch.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -112,7 +112,7 @@ def test_run_when_the_recipe_fails_then_exit_code_and_cause_on_the_last_screen(
     recipe = tmp_path / "fails.py"
     recipe.write_text(
         "def main(argv):\n"
-        "    from areal.training.session import current_session\n"
+        "    from areal_torch.training.session import current_session\n"
         "    current_session()  # beyond this, no check before the run can follow\n"
         "    raise RuntimeError('the moon is in the way')\n"
     )

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from tests.inference_server import make_model
 from tests.integration.weight_sync_rig import Process, WeightSyncRig, inference, rig_with_stores
 
-from areal.engines.export.publishing import host_tensors
 from areal.weights.broadcast import Offer, Seats
-from areal.weights.disk import DiskPublisher
-from areal.weights.distributed import DistributedPublisher
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import NewVersion
 from areal.weights.servers import ServerState
+from areal_torch.engines.export.publishing import host_tensors
+from areal_torch.publish.disk import DiskPublisher
+from areal_torch.publish.distributed import DistributedPublisher
 
 SERVING = ServerState.SERVING
 

@@ -19,13 +19,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.config.training import OptimizerConfig, TrainEngineConfig
-from areal.engines.export import buckets
-from areal.engines.export.exporter import Exporter
-from areal.engines.fsdp import FSDPEngine
-from areal.engines.model import hub_names
-from areal.engines.model.source import load_model
-from areal.engines.parallel.mesh import join_process_group, local_device
-from areal.training.ranks import gather_json
+from areal_torch.engines.export import buckets
+from areal_torch.engines.export.exporter import Exporter
+from areal_torch.engines.fsdp import FSDPEngine
+from areal_torch.engines.model import hub_names
+from areal_torch.engines.model.source import load_model
+from areal_torch.engines.parallel.mesh import join_process_group, local_device
+from areal_torch.training.ranks import gather_json
 
 
 class Largest(TorchDispatchMode):

@@ -19,12 +19,12 @@ from tests.integration.forked_ranks import run_launches
 from tests.unit.areal.engines.hub_families import scatter
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
-from areal.algorithms import packing
 from areal.config.training import CriticConfig, PPOActorConfig
-from areal.engines.fsdp import FSDPEngine
-from areal.engines.ppo import PPOActor
-from areal.engines.ppo_value import PPOCritic
-from areal.training.ranks import gather_json
+from areal_torch.algorithms import packing
+from areal_torch.engines.fsdp import FSDPEngine
+from areal_torch.engines.ppo import PPOActor
+from areal_torch.engines.ppo_value import PPOCritic
+from areal_torch.training.ranks import gather_json
 
 
 def share_of(batch, rank, world_size):

@@ -20,12 +20,12 @@ from tests.unit.areal.engines.model.attention.flash_on_cpu import torch_kernels
 from tests.unit.areal.engines.train_fixtures import gradients, make_batch
 
 from areal.config.training import PPOActorConfig
-from areal.engines import step
-from areal.engines.fsdp import FSDPEngine
-from areal.engines.model import self_test
-from areal.engines.model.attention import dispatch
-from areal.engines.ppo import PPOActor
-from areal.training.ranks import gather_json
+from areal_torch.engines import step
+from areal_torch.engines.fsdp import FSDPEngine
+from areal_torch.engines.model import self_test
+from areal_torch.engines.model.attention import dispatch
+from areal_torch.engines.ppo import PPOActor
+from areal_torch.training.ranks import gather_json
 
 
 def run(job):

@@ -23,12 +23,12 @@ def main(folder: Path, options: dict[str, object]) -> None:
     import torch
     from transformers import Qwen2Config
 
-    from areal.algorithms import packing
     from areal.config.experiment import GRPOConfig
     from areal.config.training import MicroBatchSpec, PPOActorConfig
-    from areal.engines.fsdp import FSDPEngine
-    from areal.engines.parallel.estimate import ModelShape
+    from areal.memory_estimate import ModelShape
     from areal_launch.doctor.memory import trainer_rank
+    from areal_torch.algorithms import packing
+    from areal_torch.engines.fsdp import FSDPEngine
 
     torch.set_num_threads(1)
     Qwen2Config(

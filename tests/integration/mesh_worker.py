@@ -12,8 +12,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from areal.engines.parallel.mesh import make_mesh
 from areal.errors import WaitTimeout
+from areal_torch.engines.parallel.mesh import make_mesh
 
 LIMIT_S = 3.0
 

@@ -20,7 +20,6 @@ from tests.integration.generation_rig import Observer
 from tests.integration.wired_gateway import check_sampled
 
 from areal.agents.workflow import AgentWorkflow
-from areal.models.tiny import make_tiny_model
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters
 from areal.weights.servers import InferenceServer, ServerState
@@ -28,6 +27,7 @@ from areal_rollout.episode import EpisodeEngine
 from areal_rollout.generation.client import SGLangClient
 from areal_rollout.generation.protocol import ModelLimits
 from areal_rollout.generation.server_table import ServerTable
+from areal_torch.models.tiny import make_tiny_model
 
 TEMPLATE = """
 {%- if tools %}{{ '<|system|>' + tools | tojson }}{% endif %}

@@ -18,8 +18,8 @@ from tests.service_process import ServiceProcess, free_port, service_process
 from areal.chassis.service import Server, ServiceContext, check_address, listen_in
 from areal.clients.trainer import TrainerClient
 from areal.errors import ConfigError, Unauthenticated, Unavailable
+from areal.runs.status import TrainerStatus
 from areal.security import Security, SecurityConfig
-from areal.training.status import TrainerStatus
 from areal.v1 import trainer_service_pb2
 from areal_trainer.server import TrainerServer
 from areal_trainer.servicer import TrainerService
@@ -139,7 +139,7 @@ def test_service_when_it_would_listen_openly_then_refuses_in_one_line(
     config.write_text("endpoints:\n  redis: redis://127.0.0.1:1\n")
     extra = ("--config", str(config))
     if module == "areal_inference":
-        from areal.models.tiny import make_tiny_model
+        from areal_torch.models.tiny import make_tiny_model
 
         extra = ("--model-path", str(make_tiny_model(tmp_path / "model", seed=0)))
     done = subprocess.run(
@@ -176,7 +176,7 @@ async def test_service_when_told_to_listen_openly_then_does(tmp_path: Path) -> N
 def test_up_when_the_folder_of_secrets_is_missing_then_one_line_and_nothing_started(
     tmp_path: Path,
 ) -> None:
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     model = make_tiny_model(tmp_path / "model", seed=0)
     refused = areal("up", f"model.path={model}", "security.dir=nowhere", cwd=tmp_path)

@@ -95,7 +95,7 @@ class SecureStack:
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureStack]:
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     folder = tmp_path_factory.mktemp("secure")
     model = make_tiny_model(folder / "model", seed=0)

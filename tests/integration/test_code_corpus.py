@@ -12,7 +12,7 @@ import yaml
 from tests.integration.test_sandbox import REASON
 
 from areal.rewards.code import code_reward, run_tests
-from areal.rewards.sandbox import Limits, Sandbox
+from areal.sandbox import Limits, Sandbox
 
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "boxes work")
 CORPUS = yaml.safe_load(

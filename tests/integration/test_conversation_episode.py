@@ -11,9 +11,9 @@ from tests.integration.generation_rig import serving
 from tests.unit.areal_rollout.fakes import Rig, lease
 
 import areal
-from areal.models.tiny import END_ID, USER_ID
 from areal.types import GenerationHyperparameters
 from areal.workflows import base
+from areal_torch.models.tiny import END_ID, USER_ID
 
 ROOT = Path(__file__).resolve().parents[2]
 EPISODES = 40

@@ -3,7 +3,7 @@
 import pytest
 from tests.integration.test_fsdp_ranks import LIMIT_S, Launches, assert_weights_close
 
-from areal.models.tiny import make_tiny_model
+from areal_torch.models.tiny import make_tiny_model
 
 STEPS = list(range(4))
 LOSSES = {

@@ -12,15 +12,15 @@ from tests.unit.areal.engines.hub_families import scatter
 
 from areal.config.experiment import GRPOConfig, build_config, save_config
 from areal.config.training import TrainEngineConfig
-from areal.engines.fsdp import FSDPEngine
-from areal.engines.model import lora
 from areal.errors import InvalidInput, NotFound
-from areal.models.tiny import make_tiny_model
-from areal.training.checkpoints import CheckpointFolder
-from areal.training.run_files import EVALUATIONS, best_step
+from areal.runs.checkpoints import CheckpointFolder
+from areal.runs.run_files import EVALUATIONS, best_step
 from areal_launch.commands.versions import export_version, list_versions
 from areal_launch.stack.events import EventLog
 from areal_launch.stack.local import LocalStack
+from areal_torch.engines.fsdp import FSDPEngine
+from areal_torch.engines.model import lora
+from areal_torch.models.tiny import make_tiny_model
 
 
 def test_export_when_steps_were_evaluated_then_best_latest_and_a_number_are_written(

@@ -13,7 +13,7 @@ from tests.unit.areal.engines.hub_families import make_family
 from tests.unit.areal.engines.train_fixtures import assert_gradients_close
 from transformers import AutoModelForCausalLM
 
-from areal.models.tiny import make_tiny_model
+from areal_torch.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 STEPS = list(range(6))

@@ -19,7 +19,7 @@ from tests.integration.test_agent_sessions import (
 )
 from tests.integration.wired_gateway import check_sampled, wired_gateway
 
-from areal.models.tiny import make_tiny_model
+from areal_torch.models.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module", params=ENGINES)

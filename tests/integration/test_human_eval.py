@@ -12,7 +12,7 @@ from tests.integration.test_sandbox import REASON
 from areal.datasets.human_eval import human_eval_row
 from areal.errors import InvalidInput
 from areal.rewards.code import run_tests
-from areal.rewards.sandbox import Limits, Sandbox
+from areal.sandbox import Limits, Sandbox
 
 # Problem 65 takes four seconds of a quiet core.
 LIMITS = Limits(seconds=120)

@@ -15,9 +15,9 @@ from tests.inference_server import running_server
 from tests.integration import test_reward_service as rig
 
 from areal.errors import NotFound
-from areal.models.tiny import make_tiny_model
 from areal.protocol.scores import ScoreError, ScoreFailure, ScoreItem
 from areal.v1 import buffer_service_pb2
+from areal_torch.models.tiny import make_tiny_model
 
 # A model with random weights says nothing of scores; what it says is the score.
 RECIPE = b"""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.models.tiny import make_tiny_model
+from areal_torch.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """

@@ -9,9 +9,9 @@ from tests.unit.areal.engines.train_fixtures import weighted_loss
 from tools.gen_models import LOGPROB_TOLERANCE, RIGHT
 
 from areal.config.training import LoraConfig, OptimizerConfig, TrainEngineConfig
-from areal.engines.fsdp import FSDPEngine
-from areal.engines.model import lora
 from areal.errors import CannotStart, InvalidInput
+from areal_torch.engines.fsdp import FSDPEngine
+from areal_torch.engines.model import lora
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]
 # And one of each kind of layer, and a composite.

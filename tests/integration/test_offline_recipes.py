@@ -16,10 +16,10 @@ from tests.offline_rig import EXAMPLES, Example
 from transformers import AutoModelForSequenceClassification
 
 from areal.config.experiment import GRPOConfig, save_config
-from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import InvalidInput
-from areal.training.checkpoints import CheckpointFolder
-from areal.training.offline_session import OfflineSession
+from areal.runs.checkpoints import CheckpointFolder
+from areal_torch.engines.rollout import RemoteSGLangEngine
+from areal_torch.training.offline_session import OfflineSession
 
 LIMIT_S = 600
 SERVICES = EXAMPLES.parent / "services"
@@ -151,7 +151,7 @@ def test_reward_model_when_a_checkpoint_is_exported_then_it_is_the_saved_classif
     [checkpoint] = [each.path for each in CheckpointFolder(run_dir / "checkpoints", keep=1).list()]
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "areal.engines.export_checkpoint", str(example.file)),
+            *(sys.executable, "-m", "areal_torch.engines.export_checkpoint", str(example.file)),
             *(str(checkpoint), str(tmp_path / "exported"), str(tmp_path)),
         ],
         env={**os.environ, "PYTHONPATH": str(SERVICES), "OMP_NUM_THREADS": "1"},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.integration.stack_tools import RunningStack, areal, areal_argv, environment
 
-from areal.models.tiny import save_tokenizer
+from areal_torch.models.tiny import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """

@@ -24,15 +24,15 @@ from tests.redis_server import start_redis
 
 from areal.config.experiment import GRPOConfig, RefConfig
 from areal.config.training import LoraConfig
-from areal.engines.model.heads import LogprobHead
-from areal.engines.ppo_actor import FSDPPPOActor
-from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import InvalidInput
-from areal.models.tiny import make_tiny_model
-from areal.training.session import TrainerSession
 from areal.types import Purpose, WeightUpdateMeta
 from areal.weights.manifest import PolicyVersion
 from areal.workflows.rlvr import RLVRWorkflow
+from areal_torch.engines.model.heads import LogprobHead
+from areal_torch.engines.ppo_actor import FSDPPPOActor
+from areal_torch.engines.rollout import RemoteSGLangEngine
+from areal_torch.models.tiny import make_tiny_model
+from areal_torch.training.session import TrainerSession
 
 BATCH, STEPS = 2, 4
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.hub_server import Hub, serving
 
-from areal.models.tiny import make_tiny_model
+from areal_torch.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,8 +14,8 @@ import pytest
 
 from areal.errors import InvalidInput
 from areal.rewards.code import code_reward, final_code
-from areal.rewards.sandbox import Limits, Sandbox
-from areal.rewards.sandbox.box import Box
+from areal.sandbox import Limits, Sandbox
+from areal.sandbox.box import Box
 
 
 def boxes_work() -> str:
@@ -239,10 +239,10 @@ def as_other_user(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_box_when_its_service_is_not_root_then_programs_write_only_to_folders_that_end_with_them():
-    if "ok" not in as_other_user("import areal.rewards.sandbox; print('ok')").stdout:
+    if "ok" not in as_other_user("import areal.sandbox; print('ok')").stdout:
         pytest.skip(f"user {OTHER_USER} may not read this checkout and its packages")
     ran = as_other_user(
-        "import asyncio\nfrom areal.rewards.sandbox import Sandbox\n"
+        "import asyncio\nfrom areal.sandbox import Sandbox\n"
         f"code = {WRITABLE!r}\n"
         "async def main():\n s = Sandbox(slots=1)\n"
         " print((await s.run(code)).stdout, '--', (await s.run(code.replace(\"'a'\", \"'r'\")))"
@@ -282,7 +282,7 @@ async def test_packages_are_there_if_named(tmp_path):
 
 def test_a_box_ends_with_the_process_that_made_it():
     code = (
-        "import asyncio, os\nfrom areal.rewards.sandbox import Sandbox\n"
+        "import asyncio, os\nfrom areal.sandbox import Sandbox\n"
         "async def main():\n s = Sandbox(slots=1)\n await s.run('1')\n"
         " print(s._idle[0]._process.pid, flush=True)\n os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())"

@@ -19,7 +19,7 @@ from tests.service_process import ROOT, service_process
 from areal.clients.sandbox import SandboxClient
 from areal.config.experiment import load_service_config
 from areal.errors import ConfigError
-from areal.rewards.sandbox import Sandbox
+from areal.sandbox import Sandbox
 from areal.security import Security
 from areal_sandbox.config import SandboxConfig, check_secrets
 

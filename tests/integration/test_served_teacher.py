@@ -8,11 +8,11 @@ import pytest
 import torch
 from tests.inference_server import make_model, running_server
 
-from areal.algorithms import packing
-from areal.engines.distill import Distillation
-from areal.engines.model.heads import TopLogprobHead
-from areal.engines.served_teacher import ServedTeacher
 from areal.errors import InvalidInput
+from areal_torch.algorithms import packing
+from areal_torch.engines.distill import Distillation
+from areal_torch.engines.model.heads import TopLogprobHead
+from areal_torch.engines.served_teacher import ServedTeacher
 
 pytestmark = pytest.mark.timeout(120)
 K = 5

@@ -21,14 +21,14 @@ from tests.redis_server import start_redis
 
 from areal.clients.buffer.sessions import BufferSessions
 from areal.config.experiment import GRPOConfig
-from areal.engines import rollout
-from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import InvalidInput, NotFound, WaitTimeout
-from areal.models.tiny import save_tokenizer
-from areal.training.session import TrainerSession
 from areal.types import Purpose, Task, WorkflowSpec
 from areal.weights.servers import SyncStatus
 from areal.workflows.rlvr import RLVRWorkflow
+from areal_torch.engines import rollout
+from areal_torch.engines.rollout import RemoteSGLangEngine
+from areal_torch.models.tiny import save_tokenizer
+from areal_torch.training.session import TrainerSession
 
 BATCH, STEPS, MEMORY_MB = 2, 4, 64
 ROWS = [(0, index, {"prompt": f"{index}+1="}) for index in range(BATCH * STEPS)]

@@ -19,12 +19,12 @@ from tests.redis_server import start_redis
 
 from areal.config.experiment import GRPOConfig
 from areal.datasets.loader import StatefulLoader
-from areal.engines.rollout import RemoteSGLangEngine
 from areal.errors import InvalidInput
-from areal.models.tiny import save_tokenizer
 from areal.protocol.leases import Lease
 from areal.types import TaskState
 from areal.workflows.rlvr import RLVRWorkflow
+from areal_torch.engines.rollout import RemoteSGLangEngine
+from areal_torch.models.tiny import save_tokenizer
 
 BATCH, STEPS, SLOTS = 8, 4, 16
 EPISODE_S, TRAIN_S = 0.03, 0.3

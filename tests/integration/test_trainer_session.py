@@ -17,11 +17,11 @@ from tests.redis_server import start_redis
 from areal.config.experiment import GRPOConfig
 from areal.errors import CapacityExceeded, InvalidInput, WaitTimeout
 from areal.protocol.leases import TakeState
-from areal.training import checkpoint_writer, evaluation
-from areal.training.checkpoint_writer import Checkpointable
-from areal.training.session import TrainerSession
 from areal.types import Purpose
 from areal.weights.servers import SyncStatus
+from areal_torch.training import checkpoint_writer, evaluation
+from areal_torch.training.checkpoint_writer import Checkpointable
+from areal_torch.training.session import TrainerSession
 
 BATCH, STEPS = 2, 4
 

@@ -15,11 +15,11 @@ from tests.inference_server import make_model
 from tests.integration.weight_sync_rig import Process, WeightSyncRig, rig_with_stores
 from tests.ports import free_port
 
-from areal.engines.export.publishing import host_tensors
 from areal.weights.manifest import MANIFEST, PolicyVersion, to_json
 from areal.weights.publisher import NewVersion
 from areal.weights.servers import ServerState
-from areal.weights.stream import StreamPublisher
+from areal_torch.engines.export.publishing import host_tensors
+from areal_torch.publish.stream import StreamPublisher
 
 SERVERS = 16
 WIDE = {

@@ -13,11 +13,11 @@ from tests.integration.weight_sync_rig import inference, rig_with_stores
 from tests.s3_server import BUCKET, start_s3
 from tests.waiting import until
 
-from areal.engines.export.publishing import host_tensors
 from areal.weights.manifest import PolicyVersion
 from areal.weights.objects import ObjectPublisher, ObjectStore
 from areal.weights.publisher import NewVersion
 from areal.weights.servers import ServerState
+from areal_torch.engines.export.publishing import host_tensors
 
 URL = f"s3://{BUCKET}/run"
 

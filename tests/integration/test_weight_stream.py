@@ -12,13 +12,13 @@ import pytest
 from safetensors.torch import load_file
 from tests.integration.weight_sync_rig import Process, generate, inference, rig_with_stores
 
-from areal.engines.export.publishing import host_tensors
 from areal.weights.delta import DeltaChain
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import NewVersion
 from areal.weights.servers import ServerState
-from areal.weights.stream import StreamPublisher
 from areal_launch.commands.versions import list_versions
+from areal_torch.engines.export.publishing import host_tensors
+from areal_torch.publish.stream import StreamPublisher
 
 
 async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in_place(

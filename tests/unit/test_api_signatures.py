@@ -12,7 +12,7 @@ import pytest
 from tools.api_signatures import FILE, FOLDERS, VERSIONS, Sources, accepts
 from tools.api_uses import Use, _Reader, uses
 
-from areal.engines.versions import SUPPORTED
+from areal_torch.engines.versions import SUPPORTED
 
 WRITTEN = json.loads(FILE.read_text())
 PLANS = "layouts with t or e are refused before 5.23 (plans._check_version)"

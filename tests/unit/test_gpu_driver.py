@@ -21,7 +21,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cases = tmp_path / "tools/gpu/cases"
     cases.mkdir(parents=True)
     source = Path(worker.__file__).read_text()
-    source = source.replace('("torch", "transformers", "areal.engines.fsdp")', "()")
+    source = source.replace('("torch", "transformers", "areal_torch.engines.fsdp")', "()")
     source = source.replace("import torch", "import no_torch_in_this_test")
     (cases.parent / "worker.py").write_text(source)
     (cases / "fake.py").write_text(

@@ -18,11 +18,16 @@ def write(root: Path, **files: str) -> None:
         file.write_text(text)
 
 
-def test_packages_when_measured_then_each_imports_the_library_alone() -> None:
+def test_packages_when_measured_then_services_import_the_library_alone() -> None:
     packages = between()
     assert all(house(name).cycles() == [] for name in packages)
     assert packages.pop("areal") == set()
-    assert all(below <= {"areal"} for below in packages.values()), packages
+    assert packages.pop("areal_torch") == {"areal"}
+    assert {name for name, below in packages.items() if "areal_torch" in below} == {
+        "areal_inference",
+        "areal_trainer",
+    }
+    assert all(below <= {"areal", "areal_torch"} for below in packages.values()), packages
 
 
 def test_document_when_read_then_it_shows_what_is_measured() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.metric_names import undocumented
 
-from areal.training.metric_names import METRICS, NAMES, evaluation_names, named
+from areal.runs.metric_names import METRICS, NAMES, evaluation_names, named
 from areal_trainer.metrics import _GAUGES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from areal.algorithms.advantages import gae
+from areal_torch.algorithms.advantages import gae
 
 ROWS, COLUMNS, PROMPT = 64, 2048, 256
 

@@ -43,7 +43,7 @@ SAVE_EVERY = 10
 
 def tiny_model(folder: Path, *, tailed: bool) -> Path:
     """A random model; `tailed`: 4 of its 261 tokens end an answer, so lengths are geometric."""
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     model = make_tiny_model(folder, seed=0)
     for name in ("config.json", "generation_config.json") if tailed else ():

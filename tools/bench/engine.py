@@ -37,7 +37,7 @@ import torch
 from tests.contract.engines import SERVE, running_sglang
 from tests.inference_server import running_server
 
-from areal.models.tiny import VOCAB_SIZE, make_tiny_model
+from areal_torch.models.tiny import VOCAB_SIZE, make_tiny_model
 
 PROMPT, NEW = 32, 64
 TARGET = 1.3

@@ -43,12 +43,12 @@ def rank_main(folder: Path, rounds: int, tokens: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from areal.algorithms import packing
-    from areal.algorithms.losses import sft_loss
     from areal.config.training import OptimizerConfig, TrainEngineConfig
-    from areal.engines.fsdp import FSDPEngine
-    from areal.weights.disk import DiskPublisher
     from areal.weights.publisher import NewVersion
+    from areal_torch.algorithms import packing
+    from areal_torch.algorithms.losses import sft_loss
+    from areal_torch.engines.fsdp import FSDPEngine
+    from areal_torch.publish.disk import DiskPublisher
 
     torch.set_num_threads(1)
     config = TrainEngineConfig(

@@ -32,7 +32,7 @@ BLOCK = 7  # no divisor of checkpoint.freq_steps, so checkpoints fall on both ki
 EXPECTED_COST = 0.03
 # Appended to the example. The trainer runs it in its own process; no other service has a writer.
 TURNS = f"""
-from areal.training.rollouts.writer import RolloutWriter
+from areal.runs.rollouts.writer import RolloutWriter
 _keep = RolloutWriter.keep
 def _keep_in_turns(self, groups, *, step, **named):
     if step // {BLOCK} % 2 == 0 or not groups:

@@ -80,9 +80,9 @@ def worker(folder: Path) -> None:
     import torch
 
     from areal.config.training import RefConfig
-    from areal.engines import fsdp
-    from areal.engines.model import source
-    from areal.engines.parallel.mesh import join_process_group, local_device
+    from areal_torch.engines import fsdp
+    from areal_torch.engines.model import source
+    from areal_torch.engines.parallel.mesh import join_process_group, local_device
 
     torch.set_num_threads(1)
     join_process_group(local_device(), 600)

@@ -32,18 +32,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from areal.algorithms import packing
-from areal.algorithms.losses import sft_loss
+from areal import memory_estimate as estimate
 from areal.config.allocation import Layout
 from areal.config.training import MicroBatchSpec, TrainEngineConfig
-from areal.engines.model import source
-from areal.engines.model.attention.layout import build_layout
-from areal.engines.model.heads import LogprobHead
-from areal.engines.model.packed import PackedCausalLM
-from areal.engines.optimizer import make_optimizer
-from areal.engines.parallel import estimate, memory
-from areal.engines.parallel.apply import parallelize, resolve_precision
-from areal.engines.parallel.mesh import make_mesh
+from areal_torch.algorithms import packing
+from areal_torch.algorithms.losses import sft_loss
+from areal_torch.engines.model import source
+from areal_torch.engines.model.attention.layout import build_layout
+from areal_torch.engines.model.heads import LogprobHead
+from areal_torch.engines.model.packed import PackedCausalLM
+from areal_torch.engines.optimizer import make_optimizer
+from areal_torch.engines.parallel import memory
+from areal_torch.engines.parallel.apply import parallelize, resolve_precision
+from areal_torch.engines.parallel.mesh import make_mesh
 
 GIB = 2**30
 SHAPES = Path(__file__).resolve().parents[2] / "tools/gpu/shapes"

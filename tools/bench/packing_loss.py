@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from areal.algorithms import packing
-from areal.algorithms.behavior import behavior_weight
-from areal.algorithms.losses import add_up, ppo_actor_loss
+from areal_torch.algorithms import packing
+from areal_torch.algorithms.behavior import behavior_weight
+from areal_torch.algorithms.losses import add_up, ppo_actor_loss
 
 KEYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rewards")
 

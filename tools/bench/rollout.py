@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "services"))
 from peers.process import Peer
 from prometheus_client import CollectorRegistry
 
-from areal.models.tiny import CHAT_TEMPLATE, END_ID, VOCAB_SIZE, make_byte_tokenizer
 from areal.protocol.leases import Lease
 from areal.tokenizer import Tokenizer
 from areal.types import (
@@ -57,6 +56,7 @@ from areal_rollout.generation.client import SGLangClient
 from areal_rollout.generation.protocol import ModelLimits
 from areal_rollout.generation.server_table import ServerTable
 from areal_rollout.metrics import RolloutMetrics
+from areal_torch.models.tiny import CHAT_TEMPLATE, END_ID, VOCAB_SIZE, make_byte_tokenizer
 
 
 class _Ledger:

@@ -3,7 +3,7 @@
     python tools/bench/sandbox.py [--programs 400] [--rounds 3]
 
 Each contender runs a Python program that adds two numbers `programs` times, one at a time per core.
-`box` uses areal.rewards.sandbox (warm). `service` uses areal-sandbox over gRPC, with a new box for
+`box` uses areal.sandbox (warm). `service` uses areal-sandbox over gRPC, with a new box for
 each program. `lease` uses areal-sandbox with one lent box. `subprocess` runs `python -I -c`. They
 alternate. The last line is JSON: programs per second of each (medians), and ratios to subprocesses.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.service_process import service_process
 
 from areal.clients.sandbox import LentBox, SandboxClient
-from areal.rewards.sandbox import Outcome, Sandbox
+from areal.sandbox import Outcome, Sandbox
 
 PROGRAM = "print(1 + 1)"
 

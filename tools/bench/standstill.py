@@ -37,12 +37,12 @@ from tests.contract.engines import running_sglang
 from tests.inference_server import running_server
 from tests.unit.areal_weight_sync.weight_sync_fakes import FakeStore
 
-from areal.models.tiny import VOCAB_SIZE, make_tiny_model
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
 from areal.weights.manifest import PolicyVersion, build_manifest
 from areal_rollout.generation.client import SGLangClient
 from areal_rollout.generation.protocol import ModelLimits
 from areal_rollout.generation.server_table import ServerTable
+from areal_torch.models.tiny import VOCAB_SIZE, make_tiny_model
 from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.coordinator import Coordinator
 from areal_weight_sync.engine.http import HttpEngine, open_session

@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "services"))
 
 from tests.inference_server import running_server
 
-from areal.models.tiny import VOCAB_SIZE, make_tiny_model
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
 from areal.weights.servers import InferenceServer, ServerState
 from areal_rollout.generation import client as sglang
 from areal_rollout.generation.answer import stream_interval
 from areal_rollout.generation.protocol import ModelLimits
 from areal_rollout.generation.server_table import ServerTable
+from areal_torch.models.tiny import VOCAB_SIZE, make_tiny_model
 
 
 class _Observer:

@@ -81,10 +81,10 @@ def run_ours(case: str, model: Path) -> None:
     """The packed engine."""
     import numpy as np
 
-    from areal.algorithms import packing
     from areal.config.training import MicroBatchSpec, OptimizerConfig, PPOActorConfig
-    from areal.engines.fsdp import FSDPEngine
-    from areal.engines.ppo import PPOActor
+    from areal_torch.algorithms import packing
+    from areal_torch.engines.fsdp import FSDPEngine
+    from areal_torch.engines.ppo import PPOActor
 
     config = PPOActorConfig(
         path=str(model),
@@ -305,7 +305,7 @@ def main() -> None:
     if arguments.contender:
         CONTENDERS[arguments.contender](arguments.case, arguments.model)
         return
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     pythons = {"ours": sys.executable, "plain": sys.executable}
     if arguments.trl:

@@ -33,12 +33,12 @@ import numpy as np
 from areal.weights import delta
 from areal.weights.broadcast import DTYPES, Offer, Seats
 from areal.weights.delta import DeltaChain
-from areal.weights.disk import DiskPublisher
 from areal.weights.manifest import PolicyVersion
 from areal.weights.objects import ObjectPublisher, ObjectStore
 from areal.weights.publisher import NewVersion, Publisher
 from areal.weights.safetensors import HostTensor, item_bytes
-from areal.weights.stream import StreamPublisher
+from areal_torch.publish.disk import DiskPublisher
+from areal_torch.publish.stream import StreamPublisher
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1024,
@@ -191,8 +191,8 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from areal.engines.export.publishing import host_tensors
-    from areal.weights.distributed import DistributedPublisher
+    from areal_torch.engines.export.publishing import host_tensors
+    from areal_torch.publish.distributed import DistributedPublisher
 
     torch.set_num_threads(1)
     model = root / "model"
@@ -276,7 +276,7 @@ def bench_chains(
     """Versions of which 3 % of the elements change, to servers that hold the one before."""
     import torch
 
-    from areal.engines.export.publishing import host_tensors
+    from areal_torch.engines.export.publishing import host_tensors
     from areal_weight_sync.versions import DigestCache
 
     root, url = where
@@ -364,7 +364,7 @@ def bench_versions(folders: list[Path]) -> None:
     """A real step: two published versions of a run, as they are and in bfloat16."""
     from safetensors.torch import load_file
 
-    from areal.engines.export.publishing import host_tensors
+    from areal_torch.engines.export.publishing import host_tensors
 
     old, new = (load_file(folder / "model.safetensors") for folder in folders)
     for dtype in ("as stored", "bfloat16"):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from areal.models.directory import serving_dtype
+from areal.model_directory import serving_dtype
 
 DATA, SECRETS, RECIPES = Path("/data"), Path("/secrets"), Path("/recipes")
 ENDPOINTS = {

@@ -15,11 +15,11 @@ import torch
 from tools.tiny_architectures import tiny_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from areal.algorithms import packing
-from areal.algorithms.packing import Batch
 from areal.config.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.engines.fsdp import FSDPEngine
-from areal.models.tiny import save_tokenizer
+from areal_torch.algorithms import packing
+from areal_torch.algorithms.packing import Batch
+from areal_torch.engines.fsdp import FSDPEngine
+from areal_torch.models.tiny import save_tokenizer
 
 SHAPES = Path(__file__).parent / "shapes"
 _TINY = {

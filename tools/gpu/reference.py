@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from areal.algorithms import packing
+from areal_torch.algorithms import packing
 
 _KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
 

@@ -23,7 +23,7 @@ def main() -> None:
     """Serves until stdin ends, or until a try has left the GPU in doubt."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    for name in ("torch", "transformers", "areal.engines.fsdp"):
+    for name in ("torch", "transformers", "areal_torch.engines.fsdp"):
         with contextlib.suppress(Exception):  # a try that needs it says so
             import_module(name)
     print(json.dumps(_describe()), file=results)

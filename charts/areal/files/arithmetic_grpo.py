@@ -112,9 +112,9 @@ def prepare_model(config: Config) -> None:
     import random
 
     from areal.config.training import OptimizerConfig, TrainEngineConfig
-    from areal.engines.sft import FSDPLMEngine, pack_examples
-    from areal.models.tiny import make_tiny_model
     from areal.tokenizer import Tokenizer
+    from areal_torch.engines.sft import FSDPLMEngine, pack_examples
+    from areal_torch.models.tiny import make_tiny_model
 
     if (Path(config.model.path) / "model.safetensors").exists():
         return

@@ -50,7 +50,7 @@ _ONCE = Repeats()
 
 def report_bug(error: Exception) -> None:
     """Logs an unexpected exception with its traceback."""
-    get_logger("areal.agents").error("agent_call_failed", exc_info=error)
+    get_logger(__name__).error("agent_call_failed", exc_info=error)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class AgentWorkflow(RolloutWorkflow):
             if self.on_error == "fail":
                 raise
             failures.append(error)
-            get_logger("areal.agents.workflow").warning(
+            get_logger(__name__).warning(
                 "an attempt failed", attempt=number, on_error=self.on_error, error=_named(error)
             )
             return calls.zeros() if self.on_error == "zero" else None

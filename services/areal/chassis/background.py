@@ -20,7 +20,7 @@ class Background:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._log = get_logger("areal.chassis.background")
+        self._log = get_logger(__name__)
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:

@@ -58,7 +58,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Times calls, maps `ArealError` to its status, turns anything else into INTERNAL."""
 
     def __init__(self, service: str, registry: CollectorRegistry) -> None:
-        self._log = get_logger("areal.chassis.rpc")
+        self._log = get_logger(__name__)
         self._handlers: dict[str, Any] = {}
         self._seconds = Histogram(
             f"areal_{service.replace('-', '_')}_rpc_seconds",

@@ -279,7 +279,7 @@ async def _serve(
     grace_s: float,
 ) -> int:
     """Runs one service until told to stop; returns the exit code."""
-    log = get_logger("areal.chassis")
+    log = get_logger(__name__)
     check_address(address, "--listen", security)
     background = Background()
     context = ServiceContext(name, address, background, security)

@@ -68,7 +68,7 @@ async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
     """
     if not url:
         raise ConfigError("endpoints.nats '': expected nats://host:port")
-    log = get_logger("areal.clients.nats")
+    log = get_logger(__name__)
     told = ""
 
     async def disconnected() -> None:

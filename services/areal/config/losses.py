@@ -1,8 +1,8 @@
 """The policy losses that `actor.loss_type` names. Importing this module loads no torch.
 
-Each entry points at a function of `areal.algorithms.losses`, which has the same form as a loss of a
-recipe (`FSDPPPOActor(config.actor, loss=my_loss)`). `actor.loss_type`, the presets, the help texts
-and docs/algorithms.md read this table.
+Each entry points at a function of `areal_torch.algorithms.losses`, which has the same form as a
+loss of a recipe (`FSDPPPOActor(config.actor, loss=my_loss)`). `actor.loss_type`, the presets, the
+help texts and docs/algorithms.md read this table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class BuiltinLoss:
     """One loss: its function, what it does, and the constants that only it has."""
 
     function: str
-    """Name in `areal.algorithms.losses`."""
+    """Name in `areal_torch.algorithms.losses`."""
     meaning: str
     constants: Mapping[str, float] = field(default_factory=dict)
     """Keyword arguments of the function that `actor.loss_constants` may set, with their defaults.

@@ -13,7 +13,7 @@ from areal.errors import InvalidInput, nearest
 BUILTIN = {
     "math": ("areal.rewards.math", "math_reward"),
     "multiple_choice": ("areal.rewards.multiple_choice", "multiple_choice_reward"),
-    "reward_model": ("areal.engines.reward_scorer", "RewardModel"),
+    "reward_model": ("areal_torch.engines.reward_scorer", "RewardModel"),
     "regex": ("areal.rewards.regex", "regex_reward"),
 }
 

@@ -1,4 +1,4 @@
-r"""Scores code that a model wrote by its tests. Both run in a box (areal.rewards.sandbox).
+r"""Scores code that a model wrote by its tests. Both run in a box (areal.sandbox).
 
     sandbox = Sandbox()
 
@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal.rewards import code_tests
-from areal.rewards.sandbox import Limits, Outcome, Sandbox
+from areal.sandbox import Limits, Outcome, Sandbox
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)")
 _PYTHON = ("", "py", "python", "python3", "python2", "py3")

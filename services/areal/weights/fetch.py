@@ -149,7 +149,7 @@ def _fetch_delta(
             if file.name == SINGLE_FILE:
                 _check(location, file, staging / SINGLE_FILE)
     except (InvalidInput, TransportError) as error:
-        get_logger("areal.weights.fetch").warning("delta_unusable", cause=str(error))
+        get_logger(__name__).warning("delta_unusable", cause=str(error))
         (staging / FILE).unlink(missing_ok=True)
         return False
     return True
@@ -176,7 +176,7 @@ def _make_room(root: Path, name: str, keep: int) -> None:
 def run(location: str, folder: Path, token_file: str = "", wait: float = 1800.0) -> None:
     """Fetches a version as soon as the store has it."""
     configure_logging("fetch", "")
-    log, began, told = get_logger("areal.weights.fetch"), time.monotonic(), ""
+    log, began, told = get_logger(__name__), time.monotonic(), ""
     headers = Security.of_token_file(token_file).headers()
     while True:
         try:

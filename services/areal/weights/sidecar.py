@@ -38,7 +38,7 @@ class Sidecar:
         self._folder = folder
         self._security = security
         self._fetching = asyncio.Lock()
-        self._log = get_logger("areal.weights.sidecar")
+        self._log = get_logger(__name__)
 
     def app(self) -> web.Application:
         """Its routes."""

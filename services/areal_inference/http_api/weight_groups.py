@@ -34,8 +34,8 @@ from areal_inference.model.sources import Stored, WeightError, one_by_one
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from areal.weights.process_group import ProcessGroup
     from areal_inference.frontend import Frontend
+    from areal_torch.publish.process_group import ProcessGroup
 
 _T = TypeVar("_T")
 _SAFETENSORS = {theirs: ours for ours, theirs in DTYPES.items()}
@@ -132,7 +132,7 @@ class Groups:
             raise RequestError(f"group_name: {name!r} exists, destroy it first")
 
         def work() -> ProcessGroup:
-            from areal.weights.process_group import ProcessGroup
+            from areal_torch.publish.process_group import ProcessGroup
 
             return ProcessGroup.join(address, port, rank, size, name, backend, MEMBER_JOIN_S)
 
@@ -242,7 +242,7 @@ async def refusing(work: Callable[[], _T]) -> _T:
         except Exception as error:
             refusal = str(error) or type(error).__name__
             if not isinstance(error, ArealError):
-                get_logger("areal.inference.distributed").exception("broadcast_failed")
+                get_logger(__name__).exception("broadcast_failed")
         with contextlib.suppress(RuntimeError):  # the loop has closed
             loop.call_soon_threadsafe(settle, result, refusal)
 

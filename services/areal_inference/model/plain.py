@@ -1,10 +1,10 @@
 """The plain back end: transformers computes architectures that the fast decoder does not know.
 
 Slow, for tests and laptops, and correct first. Names, conversions and the head are the trainer's
-(`areal.engines.model`), so that weights come under the checkpoint's own names and logprobs are the
-trainer's. Sequences are never padded, because layers with a state would read the padding: those of
-one length are computed together, others one after the other. Their caches are in `plain_cache`; a
-model whose cache is of no use computes each token from the whole sequence.
+(`areal_torch.engines.model`), so that weights come under the checkpoint's own names and logprobs
+are the trainer's. Sequences are never padded, because layers with a state would read the padding:
+those of one length are computed together, others one after the other. Their caches are in
+`plain_cache`; a model whose cache is of no use computes each token from the whole sequence.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from areal.chassis.logging import get_logger
-from areal.engines.model import guards, heads, hub_names, source
-from areal.engines.model.tensor_directory import TensorDirectory
 from areal.errors import InvalidInput
 from areal.tokenizer import longest_input
 from areal.weights.manifest import weight_files
@@ -30,6 +28,8 @@ from areal_inference.model.config import ModelError, eos_ids, read_json, refuse_
 from areal_inference.model.plain_cache import PlainCache, Row, State, gathered
 from areal_inference.model.vision import Seen
 from areal_inference.model.weights import FLOAT_TYPES, CheckpointModel, View, WeightSet
+from areal_torch.engines.model import guards, heads, hub_names, source
+from areal_torch.engines.model.tensor_directory import TensorDirectory
 
 _UNLIMITED = 1 << 20
 """Positions of a model whose config names no limit; the cache's size limits requests."""
@@ -322,7 +322,7 @@ class PlainModel:
                 apart, why = float("inf"), " ".join(f"{type(error).__name__}: {error}".split())
             self._keeps = apart <= limit
             how = "from a cache" if self._keeps else f"each from its whole sequence, since {why}"
-        get_logger("areal_inference.model.plain").info(
+        get_logger(__name__).info(
             "plain_decoder", architecture=config.architecture, tokens=how[:300]
         )
 

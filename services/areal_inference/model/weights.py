@@ -6,10 +6,10 @@ what serves is never half written, and a rejected source leaves no trace.
 
 Layout: projections are [in, out] (a decode step multiplies from the left), query, key and value
 side by side, gate and up side by side. Their type and their order in memory are those that the
-machine multiplies fast (`areal.models.cpu_matmul`); what is read, summed and sent to others has the
-type of the checkpoint, whose values the parameters keep. The rows of query and key are reordered so
-that the two halves a rotary embedding pairs become neighbors (then the rotation is one complex
-product); attention scores do not change when both sides are reordered alike.
+machine multiplies fast (`areal_torch.models.cpu_matmul`); what is read, summed and sent to others
+has the type of the checkpoint, whose values the parameters keep. The rows of query and key are
+reordered so that the two halves a rotary embedding pairs become neighbors (then the rotation is one
+complex product); attention scores do not change when both sides are reordered alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
-from areal.models.cpu_matmul import Storage
 from areal.weights.manifest import PolicyVersion, WeightTensor
 from areal.weights.publisher import TransportError, in_threads
 from areal_inference.model.config import ModelConfig, ServedModel
@@ -38,6 +37,7 @@ from areal_inference.model.sources import (
     open_source,
 )
 from areal_inference.model.vision import make_tower
+from areal_torch.models.cpu_matmul import Storage
 
 __all__ = [
     "CheckpointModel",
@@ -243,7 +243,7 @@ def load_weights(
         spare = _allocate(config, dtype, storage or Storage(dtype), expected)
     elif spare is None:
         spare = _checkpoint(config).allocate()
-    log = get_logger("areal_inference.model.weights")
+    log = get_logger(__name__)
     if held is not None and source is None:
         try:
             changes = open_changes(location, headers or {}, held.digest, held.copy_of)

@@ -368,7 +368,7 @@ RULES: dict[str, str | Rule] = {
     "launcher": _ELSEWHERE,
     "scheduler": _ELSEWHERE,
     "server_only": Rule("`areal up` starts a stack without a trainer"),
-    "enable_offload": Rule("not needed: servers and trainer use separate GPUs"),
+    "enable_offload": Rule("`allocation_mode` with `@alternating`: both on the same GPUs, in turns"),
 }
 
 

@@ -16,8 +16,8 @@ from pathlib import Path, PurePath
 from typing import Any, TextIO
 
 from areal.errors import InvalidInput
+from areal.runs.rollouts.reader import Kept, RolloutFolder
 from areal.tokenizer import Tokenizer
-from areal.training.rollouts.reader import Kept, RolloutFolder
 from areal.workflows.rendering import TemplateRenderer
 
 _MARK = "AREAL-CONTENT"

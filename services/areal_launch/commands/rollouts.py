@@ -14,8 +14,8 @@ from areal.agents.splits import explain
 from areal.chassis.files import replacing
 from areal.config.services import in_object_store
 from areal.errors import InvalidInput, NotFound
-from areal.training.rollouts.reader import Kept, RolloutFolder, by_attempt, export_rows
-from areal.training.rollouts.records import schema
+from areal.runs.rollouts.reader import Kept, RolloutFolder, by_attempt, export_rows
+from areal.runs.rollouts.records import schema
 from areal.weights.objects import ObjectStore
 from areal_launch.commands.inspect_logs import write_log
 from areal_launch.run_folder import find_run

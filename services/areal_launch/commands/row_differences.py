@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from areal.training.run_files import last_evaluations, write_atomically
+from areal.runs.run_files import last_evaluations, write_atomically
 from areal_launch.run_folder import RunFolder
 from areal_launch.view.output import print_event, print_table, say
 from areal_launch.view.summary import read_results

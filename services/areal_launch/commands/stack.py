@@ -181,7 +181,7 @@ def run_foreground(
     log = folder.log_of("launcher").open("a", 1, "utf-8")
     configure_logging("launcher", resolved.config.namespace, stream=log)
     if changes:
-        get_logger("areal.launcher").warning("configuration_changed", changes=changes)
+        get_logger(__name__).warning("configuration_changed", changes=changes)
     display = choose_display(as_json=as_json, quiet=ready_fd is not None)
     stack = LocalStack(
         resolved.config,

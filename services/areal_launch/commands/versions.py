@@ -17,9 +17,9 @@ from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import BaseExperimentConfig, load_service_config
 from areal.config.services import in_object_store
 from areal.errors import ArealError, InvalidInput, NotFound
+from areal.runs.checkpoints import Checkpoint, CheckpointFolder
+from areal.runs.run_files import EVALUATIONS, best_step, describe_best
 from areal.security import Security, SecurityConfig
-from areal.training.checkpoints import Checkpoint, CheckpointFolder
-from areal.training.run_files import EVALUATIONS, best_step, describe_best
 from areal.weights.manifest import PolicyVersion, build_manifest, stored_versions
 from areal.weights.objects import ObjectStore
 from areal.weights.servers import ServerState
@@ -100,7 +100,7 @@ def export_version(run: Path | None, which: str, to: Path) -> int:
         kept = ", ".join(map(str, sorted(checkpoints))) or "none"
         why = "no kept checkpoint was evaluated" if which == "best" else "no such checkpoint"
         raise NotFound(f"{which}: {why}; kept: {kept}")
-    command = [sys.executable, "-m", "areal.engines.export_checkpoint"]
+    command = [sys.executable, "-m", "areal_torch.engines.export_checkpoint"]
     start = run_folder.started_in()
     try:
         with new_folder(to) as half:

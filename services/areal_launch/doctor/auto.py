@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
-from areal.engines.parallel.estimate import GIB, ModelShape
 from areal.errors import CannotStart
+from areal.memory_estimate import GIB, ModelShape
 from areal_launch.clusters.base import servers_on_gpus
 from areal_launch.doctor import memory
 from areal_launch.doctor.sharing import fewest_requests, server_room, split, trainer_fits

@@ -16,9 +16,9 @@ import psutil
 
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig, cautions
-from areal.engines.parallel.estimate import BYTES, ModelShape
 from areal.errors import ArealError
-from areal.models.directory import serving_dtype
+from areal.memory_estimate import BYTES, ModelShape
+from areal.model_directory import serving_dtype
 from areal.security import Security
 from areal_launch.clusters.base import servers_on_gpus
 from areal_launch.doctor import memory

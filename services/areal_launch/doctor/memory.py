@@ -1,6 +1,6 @@
 """How much memory a run will need, from config.json and the experiment file; nothing is started.
 
-A trainer rank's is `areal.engines.parallel.estimate`. A server holds its weights over its GPUs, and
+A trainer rank's is `areal.memory_estimate`. A server holds its weights over its GPUs, and
 2 layers kv_heads head_dim elements for each token in its KV cache.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal import memory_estimate as estimate
 from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig, micro_batch_tokens
 from areal.config.training import Checkpointing
-from areal.engines.parallel import estimate
-from areal.engines.parallel.estimate import (
+from areal.memory_estimate import (
     BYTES,
     CUDA,
     GIB,
@@ -24,7 +24,7 @@ from areal.engines.parallel.estimate import (
     Need,
     Setting,
 )
-from areal.models.directory import serving_dtype
+from areal.model_directory import serving_dtype
 
 _CPU_CACHE = 1 * GIB
 """Most of the CPU engine's KV cache."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from areal.errors import InvalidInput, WaitTimeout
-from areal.models.directory import serving_dtype
+from areal.model_directory import serving_dtype
 from areal.tokenizer import Tokenizer
 from areal_launch.doctor.findings import Check, Finding, examine, missing, note, ok, unknown
 from areal_launch.processes.process import python_environment
@@ -43,7 +43,7 @@ def cpu_engine(directory: Path) -> Finding:
         WaitTimeout: it took ten minutes.
     """
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    done = _run("the timed product", ["areal.models.cpu_matmul", str(stored // 2)], directory)
+    done = _run("the timed product", ["areal_torch.models.cpu_matmul", str(stored // 2)], directory)
     if done.returncode != 0:
         return unknown(_last_line(done), "pip install 'areal-services[trainer]'")
     result = json.loads(done.stdout.splitlines()[-1])
@@ -85,7 +85,7 @@ def architecture(directory: Path) -> Finding:
             f"not tried: needs about {needed / _GIB:.0f} GiB of memory; {free / _GIB:.0f} available"
         )
         return note(found, "nothing to fix: the trainer runs the same test at its start")
-    done = _run("the self-test", ["areal.engines.model.examine", str(directory)], directory)
+    done = _run("the self-test", ["areal_torch.engines.model.examine", str(directory)], directory)
     if done.returncode != 0:
         return missing(
             _last_line(done), "pip install 'areal-services[trainer]', or see the message"

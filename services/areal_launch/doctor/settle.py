@@ -14,8 +14,8 @@ from pathlib import Path
 
 from areal.config.allocation import Sharing, parse_allocation, said_how
 from areal.config.experiment import BaseExperimentConfig, validate
-from areal.engines.parallel.estimate import ModelShape
 from areal.errors import InvalidInput
+from areal.memory_estimate import ModelShape
 from areal_launch.clusters.base import servers_on_gpus
 from areal_launch.doctor.auto import choose
 from areal_launch.doctor.gpus import Machine, free_bytes, look

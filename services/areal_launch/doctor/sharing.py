@@ -4,7 +4,7 @@
           └─ alternating: trainer's peak ÷ 0.8 │ what a server keeps asleep
                           trainer's CUDA       │ server: CUDA, graphs │ weights │ cache    (in turn)
 
-The estimates are those of `areal.engines.parallel.estimate` and `doctor.memory`. SGLang's
+The estimates are those of `areal.memory_estimate` and `doctor.memory`. SGLang's
 `--mem-fraction-static` is the part of the memory that is free when it starts which weights and
 cache may take; the launcher starts the trainer after the servers, so that both see the same.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from areal.config.allocation import Sharing, parse_allocation, said_how
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
-from areal.engines.parallel.estimate import CUDA, GIB, SURELY, ModelShape
 from areal.errors import CannotStart
+from areal.memory_estimate import CUDA, GIB, SURELY, ModelShape
 from areal_launch.doctor import memory
 
 ASLEEP = 3 * GIB

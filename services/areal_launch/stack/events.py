@@ -33,7 +33,7 @@ class EventLog:
         self.recent: deque[StackEvent] = deque(maxlen=50)
         """The newest events, for the view."""
         self._listeners: list[Callable[[StackEvent], None]] = []
-        self._log = get_logger("areal_launch")
+        self._log = get_logger(__name__)
 
     def listen(self, listener: Callable[[StackEvent], None]) -> None:
         """Calls `listener` for each event from now on, in the thread that reports it."""

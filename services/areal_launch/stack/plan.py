@@ -14,7 +14,7 @@ from areal.chassis.bad_input import VERDICT_VARIABLE
 from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
-from areal.models.directory import serving_dtype
+from areal.model_directory import serving_dtype
 from areal.security import Security
 from areal_launch.clusters.base import Placement
 from areal_launch.gpus.engine import inference_command

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal.config.learning_rules import WINDOW
-from areal.training.run_files import over_rows
+from areal.runs.run_files import over_rows
 from areal.types import TaskState
 from areal.weights.servers import ServerState
 from areal_launch.view.output import make_table, pause_words, state_word

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.config.learning_rules import WINDOW
-from areal.training.run_files import EVALUATIONS, last_evaluations, over_rows
+from areal.runs.run_files import EVALUATIONS, last_evaluations, over_rows
 from areal_launch.view.rows import column, moving_mean, read_rows
 from areal_launch.view.summary import read_results
 

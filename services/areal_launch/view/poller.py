@@ -34,8 +34,8 @@ from areal.config.learning_rules import Finding, of_rows
 from areal.config.services import EndpointsConfig
 from areal.errors import ArealError
 from areal.protocol.leases import LedgerStats, WorkflowFailure
+from areal.runs.step_rows import thin
 from areal.security import Security
-from areal.training.step_rows import thin
 from areal.weights.servers import InferenceServer, ServerState, SyncStatus
 from areal_launch.view.watchdog import ask_speed
 

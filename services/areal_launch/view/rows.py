@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.config.learning_rules import WINDOW
-from areal.training.metric_names import named
+from areal.runs.metric_names import named
 
 Row = dict[str, Any]
 

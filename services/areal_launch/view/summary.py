@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.config.learning_rules import PAGE, WINDOW, Finding, of_run
-from areal.training.run_files import EVALUATIONS, last_evaluations, over_rows
+from areal.runs.run_files import EVALUATIONS, last_evaluations, over_rows
 from areal.types import TaskState
 from areal_launch.view.output import pause_words, state_word
 from areal_launch.view.poller import Snapshot

@@ -1,6 +1,6 @@
 """Runs a recipe's `main` up to its first batch, without torch and without services.
 
-    main ──> FSDPPPOActor(...)      a stand-in: every module of areal.engines, algorithms, training
+    main ──> FSDPPPOActor(...)      a stand-in: engines, algorithms and training of areal_torch
          ──> rollout.evaluate(...)  noted: its first row and its workflow
          ──> rollout.prepare_batch  noted; main ends here
 
@@ -22,7 +22,7 @@ from typing import Any
 import areal
 from areal.errors import InvalidInput
 
-_REPLACED = ("areal.engines.", "areal.algorithms.", "areal.training.")
+_REPLACED = ("areal_torch.engines.", "areal_torch.algorithms.", "areal_torch.training.")
 _ROLLOUT = "RemoteSGLangEngine"
 
 
@@ -146,7 +146,7 @@ class _StandIn(metaclass=_Kind):
 
 
 class _Rollout(_StandIn):
-    """Where rows and workflow are handed over; as `areal.engines.rollout.RemoteSGLangEngine`."""
+    """Where rows and workflow are handed over; as `areal.RemoteSGLangEngine`."""
 
     def prepare_batch(
         self, dataloader: Iterable[Any] | None, workflow: Any = None, *_: Any, **__: Any

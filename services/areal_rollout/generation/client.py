@@ -121,7 +121,7 @@ class SGLangClient:
         self._setup_timeout_s = setup_timeout_s
         self._asleep_s = asleep_s
         self._connections = Connections(headers or {}, connections, previous)
-        self._log = get_logger("areal_rollout.generation.client")
+        self._log = get_logger(__name__)
         self._running: dict[str, tuple[Server, asyncio.Timeout, list[str]]] = {}
         self._idle = asyncio.Event()
         self._draining = False

@@ -56,7 +56,7 @@ class E2BApp:
     def __init__(self, leases: Leases, security: Security) -> None:
         self._leases, self._security = leases, security
         self._runner: web.AppRunner | None = None
-        self._log = get_logger("areal_sandbox.e2b")
+        self._log = get_logger(__name__)
 
     async def listen(self, host: str, port: int) -> None:
         """Listens; raises OSError."""

@@ -18,8 +18,8 @@ from typing import Any
 
 from areal.errors import InvalidInput, WaitTimeout
 from areal.protocol.boxes import Ended
-from areal.rewards.sandbox.box import Command
-from areal.rewards.sandbox.pool import refuse
+from areal.sandbox.box import Command
+from areal.sandbox.pool import refuse
 from areal_sandbox.e2b.connect import AlreadyExists, Json, field, texts
 from areal_sandbox.files import Entry, Files
 from areal_sandbox.leases import Lease, Leases, running

@@ -95,7 +95,7 @@ class Discovery:
         self._coordinator = coordinator
         self._sources = sources
         self._listed: dict[str, Listing] = {}
-        self._log = get_logger("areal.weight_sync.discovery")
+        self._log = get_logger(__name__)
         names = {source.name for source in sources}
         self._inherited: dict[str, list[str]] = {}
         """By source: what an earlier life knew, until the source's first listing."""

@@ -49,7 +49,7 @@ class DnsSource(Source):
         self._min_s, self._max_s = min_s, max_s
         self._resolver = _resolver(source)
         self._missed: set[str] = set()
-        self._log = get_logger("areal.weight_sync.discovery").bind(source=source.entry)
+        self._log = get_logger(__name__).bind(source=source.entry)
         self._away = False
 
     async def watch(self) -> AsyncGenerator[Listing, None]:

@@ -63,7 +63,7 @@ class KubernetesSource(Source):
         self._found: dict[str, Found] = {}
         self._feed: Feed | None = None
         self._said: dict[str, str] = {}  # pod to the status of its condition
-        self._log = get_logger("areal.weight_sync.discovery").bind(source=source.entry)
+        self._log = get_logger(__name__).bind(source=source.entry)
 
     async def watch(self) -> AsyncGenerator[Listing, None]:
         backoff = Backoff(0.2, 15.0)

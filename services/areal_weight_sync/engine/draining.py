@@ -18,7 +18,7 @@ async def empty(engine: Engine, deadline_s: float, interval_s: float, server_id:
         interval_s: Between two looks.
         server_id: For the log.
     """
-    log = get_logger("areal.weight_sync.member").bind(server=server_id)
+    log = get_logger(__name__).bind(server=server_id)
     end = time.monotonic() + deadline_s
     try:
         running = await engine.running()

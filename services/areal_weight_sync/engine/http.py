@@ -109,7 +109,7 @@ class HttpEngine:
         self._group = BroadcastGroup(self.command)
         self.ranks = 0
         self.connections = 0
-        self._log = get_logger("areal.weight_sync.http_engine").bind(server=url)
+        self._log = get_logger(__name__).bind(server=url)
         self._control_timeout = control_timeout
 
     @property

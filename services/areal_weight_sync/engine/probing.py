@@ -47,7 +47,7 @@ async def ask_version(
         EngineError: TIMEOUT if it was silent; else the error in its first answer.
     """
     now = asyncio.get_running_loop().time
-    log = get_logger("areal.weight_sync.probing")
+    log = get_logger(__name__)
     asked: set[asyncio.Task[str]] = set()
     silences = delays = 0
     silent = f"/model_info: no answer within {deadline_s:.1f} s"

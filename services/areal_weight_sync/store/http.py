@@ -71,7 +71,7 @@ class StoreApp:
         self._security = security
         self._uploads: dict[str, PolicyVersion] = {}
         self._runner: web.AppRunner | None = None
-        self._log = get_logger("areal.weight_sync.store_http")
+        self._log = get_logger(__name__)
 
     async def listen(self, host: str, port: int) -> None:
         """Listens as soon as the address is free; a coordinator that hangs may still hold it."""

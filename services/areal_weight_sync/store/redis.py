@@ -56,7 +56,7 @@ class RedisStore:
             client.register_script((script / f"{name}.lua").read_text("utf-8"))
             for name in ("lease", "release", "publish", "save")
         )
-        self._log = get_logger("areal.weight_sync.store")
+        self._log = get_logger(__name__)
 
     async def acquire(self) -> None:
         """Waits until this process is the active coordinator."""

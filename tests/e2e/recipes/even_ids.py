@@ -31,7 +31,7 @@ def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
 
 
 def prepare_model(config):
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     if not (Path(config.model.path) / "model.safetensors").exists():
         make_tiny_model(config.model.path, seed=config.seed)

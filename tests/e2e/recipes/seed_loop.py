@@ -27,7 +27,7 @@ weight_update_meta = WeightUpdateMeta.from_disk()
 
 
 def prepare_model(config):
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     if not (Path(config.model.path) / "model.safetensors").exists():
         make_tiny_model(config.model.path, seed=config.seed)

@@ -29,7 +29,7 @@ class Towers(RolloutWorkflow):
 
 
 def prepare_model(config):
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     make_tiny_model(config.model.path, seed=config.seed)
 

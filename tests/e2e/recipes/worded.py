@@ -22,7 +22,7 @@ def reward_fn(completions, word, **row):
 
 
 def prepare_model(config):
-    from areal.models.tiny import make_tiny_model
+    from areal_torch.models.tiny import make_tiny_model
 
     make_tiny_model(config.model.path, seed=config.seed)
 

@@ -12,7 +12,6 @@ from tests.unit.areal.workflows.test_rlvr import Engine
 
 from areal.datasets.chats import chat_unit, pair_unit
 from areal.errors import InvalidInput
-from areal.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer, save_tokenizer
 from areal.tokenizer import Tokenizer
 from areal.tokenizer.chat_template import ChatTemplate
 from areal.types import GenerationHyperparameters
@@ -20,6 +19,7 @@ from areal.workflows.conversation import Conversation
 from areal.workflows.multi_turn import MultiTurnWorkflow
 from areal.workflows.rlvr import RLVRWorkflow
 from areal.workflows.tool_calls import refuse_other_tools
+from areal_torch.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer, save_tokenizer
 
 TOOL = {
     "type": "function",

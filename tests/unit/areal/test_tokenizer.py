@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal.errors import InvalidInput
-from areal.models.tiny import ASSISTANT_ID, END_ID, USER_ID, save_tokenizer
 from areal.tokenizer import Tokenizer
+from areal_torch.models.tiny import ASSISTANT_ID, END_ID, USER_ID, save_tokenizer
 
 CHAT_ML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

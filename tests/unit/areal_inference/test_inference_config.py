@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal.errors import ConfigError, InvalidInput
-from areal.models.directory import read_config
+from areal.model_directory import read_config
 from areal.weights.safetensors import parse_header
 from areal_inference.cli import command_line
 from areal_inference.config import InferenceConfig

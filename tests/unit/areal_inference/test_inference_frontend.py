@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from areal.errors import Unavailable
-from areal.models.tiny import make_tiny_model
 from areal_inference.api import GenerateCall, parse_generate
 from areal_inference.config import InferenceConfig
 from areal_inference.frontend import Frontend
 from areal_inference.model.config import ModelConfig
+from areal_torch.models.tiny import make_tiny_model
 
 
 async def test_start_when_a_group_is_larger_than_the_queue_then_taken_only_by_an_idle_server(

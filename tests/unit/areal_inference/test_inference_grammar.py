@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from areal.models.tiny import END_ID, VOCAB_SIZE, make_byte_tokenizer
 from areal_inference.decode.grammar import Grammar, GrammarError, Grammars
+from areal_torch.models.tiny import END_ID, VOCAB_SIZE, make_byte_tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -6,11 +6,11 @@ import pytest
 import torch
 from tests.inference_server import make_model
 
-from areal.models.cpu_matmul import FLOAT32, Storage
 from areal_inference.model.config import ModelConfig, ModelError
 from areal_inference.model.kv_cache import KVCache
 from areal_inference.model.transformer import Model
 from areal_inference.model.weights import load_weights
+from areal_torch.models.cpu_matmul import FLOAT32, Storage
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -20,7 +20,6 @@ from tests.unit.areal.engines.tiny_families import saved
 from tests.unit.areal_inference.plain_rig import TOLERANCE, ask, finish, read, serve, worst
 from tools.gen_models import RIGHT
 
-from areal.engines.model import guards
 from areal.weights.manifest import build_manifest
 from areal_inference.config import InferenceConfig
 from areal_inference.frontend import read_model
@@ -28,6 +27,7 @@ from areal_inference.model import plain_cache
 from areal_inference.model.config import ModelConfig, ModelError
 from areal_inference.model.plain import PlainConfig, PlainModel
 from areal_inference.model.weights import WeightError, load_weights
+from areal_torch.engines.model import guards
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # One of each kind of layer and of checkpoint.

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.inference_server import make_model
 
-from areal.models.cpu_matmul import FLOAT32, Storage
 from areal.weights.safetensors import digest_of
 from areal_inference.decode.runner import ModelRunner
 from areal_inference.model.config import ModelConfig
 from areal_inference.model.kv_cache import KVCache
 from areal_inference.model.transformer import Model
 from areal_inference.model.weights import WeightError, load_weights
+from areal_torch.models.cpu_matmul import FLOAT32, Storage
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 Tensors = dict[str, torch.Tensor]

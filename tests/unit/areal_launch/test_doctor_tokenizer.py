@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from areal.models.tiny import save_tokenizer
 from areal_launch.doctor.model import tokenizer_ids
 from areal_launch.view.output import CheckResult
+from areal_torch.models.tiny import save_tokenizer
 
 
 def test_doctor_when_ids_are_beyond_the_embedding_then_it_names_the_first(tmp_path: Path) -> None:

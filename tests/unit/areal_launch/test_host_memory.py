@@ -13,15 +13,15 @@ from tests.unit.areal_launch.gpu_machines import install
 from tests.unit.areal_launch.test_memory import QWEN2_5_7B, seven_b
 
 from areal.config.experiment import GRPOConfig, build_config
-from areal.engines.model import fill, source
-from areal.engines.model.tensor_directory import TensorDirectory
-from areal.engines.parallel.estimate import GIB, ModelShape
+from areal.memory_estimate import GIB, ModelShape
 from areal_launch.commands import doctor
 from areal_launch.doctor import memory, model_config
 from areal_launch.doctor.findings import Finding
 from areal_launch.doctor.local import examine_here
 from areal_launch.doctor.model_config import fetch_config
 from areal_launch.view.output import CheckResult
+from areal_torch.engines.model import fill, source
+from areal_torch.engines.model.tensor_directory import TensorDirectory
 
 
 def mixture(folder: Path) -> Path:

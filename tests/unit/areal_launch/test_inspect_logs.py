@@ -17,7 +17,7 @@ from tests.unit.areal.training.test_kept_rollouts import kept_run, writer_of
 from tests.unit.areal.workflows.chat_families import FAMILIES, end_of_turn, tokenizer
 
 from areal.errors import InvalidInput
-from areal.training.rollouts.reader import Kept
+from areal.runs.rollouts.reader import Kept
 from areal.workflows.rendering import TemplateRenderer
 from areal_launch.commands.inspect_logs import Messages
 from areal_launch.commands.rollouts import export

@@ -14,7 +14,8 @@ from areal.config.experiment import (
     build_config,
     micro_batch_tokens,
 )
-from areal.engines.parallel.estimate import (
+from areal.errors import InvalidInput
+from areal.memory_estimate import (
     GIB,
     HEAD_TOKENS,
     LEAST_CHUNK,
@@ -24,7 +25,6 @@ from areal.engines.parallel.estimate import (
     choose_chunk,
     trainer_rank,
 )
-from areal.errors import InvalidInput
 from areal_launch.doctor import memory
 from areal_launch.doctor.local import examine_here
 from areal_launch.view.output import CheckResult
@@ -260,8 +260,8 @@ def test_trainer_when_null_chooses_then_it_is_what_doctor_says(
     import torch
 
     from areal.config.allocation import parse_allocation
-    from areal.engines.parallel import memory as engine
-    from areal.engines.parallel.mesh import Mesh
+    from areal_torch.engines.parallel import memory as engine
+    from areal_torch.engines.parallel.mesh import Mesh
 
     there = 79 * GIB
     folder = model(tmp_path, **QWEN2_5_7B)

@@ -14,8 +14,8 @@ from tests.unit.areal_launch.gpu_machines import install
 
 from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import GRPOConfig, build_config
-from areal.engines.parallel.estimate import GIB, SURELY, ModelShape
 from areal.errors import CannotStart, ConfigError
+from areal.memory_estimate import GIB, SURELY, ModelShape
 from areal_launch.clusters.base import Cluster, assign
 from areal_launch.doctor import memory
 from areal_launch.doctor.auto import choose

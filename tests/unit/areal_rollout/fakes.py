@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from tests.waiting import until
 
 from areal.errors import LeaseLost
-from areal.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer
 from areal.protocol.leases import Lease
 from areal.tokenizer import Tokenizer
 from areal.types import (
@@ -24,6 +23,7 @@ from areal.workflows.base import RolloutWorkflow, make_trajectory
 from areal_rollout.config import RolloutConfig
 from areal_rollout.executor import Executor
 from areal_rollout.generation.client import Interrupted
+from areal_torch.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer
 
 
 def request(prompt=(1, 2), n=6):

@@ -11,9 +11,9 @@ import orjson
 import pytest
 
 from areal.config.experiment import GRPOConfig, save_config
-from areal.models.tiny import save_tokenizer
 from areal_rollout.check.__main__ import check
 from areal_rollout.check.report import Report
+from areal_torch.models.tiny import save_tokenizer
 
 Findings = list[dict[str, Any]]
 Check = Callable[..., Findings]
@@ -215,7 +215,7 @@ def test_check_when_the_workflow_rejects_the_row_then_that_is_no_error(run: Chec
             "only the trainer can run this",
         ),
         (
-            "def loader_of(config):\n    from areal.engines.sft import pack_examples\n"
+            "def loader_of(config):\n    from areal_torch.engines.sft import pack_examples\n"
             "    return pack_examples(ROWS) + 1\n",
             "maybe only because pack_examples() is a stand-in",
         ),
@@ -259,7 +259,7 @@ def test_check_when_main_extends_engines_and_calls_rollout_batch_then_it_is_foll
             extra = 1
 
         def main(argv):
-            from areal.engines.fsdp import FSDPEngine
+            from areal_torch.engines.fsdp import FSDPEngine
 
             config, _ = load_expr_config(argv, GRPOConfig)
             actor, engine = Bigger(config.actor), FSDPEngine(config.actor)

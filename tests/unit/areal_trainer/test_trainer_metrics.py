@@ -6,7 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from areal.training.status import TrainerStatus
+from areal.runs.status import TrainerStatus
 from areal_trainer.metrics import TrainerCollector
 
 

@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from prometheus_client import CollectorRegistry, generate_latest
 
-from areal.training.status import Evaluation, TrainerStatus
+from areal.runs.status import Evaluation, TrainerStatus
 from areal.v1 import trainer_service_pb2 as pb
 from areal_trainer.metrics import TrainerCollector
 from areal_trainer.servicer import MAX_ROWS, TrainerService

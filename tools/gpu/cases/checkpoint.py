@@ -10,7 +10,7 @@ from typing import Any
 
 from tools.gpu.models import batch_of, engine, make, wait
 
-from areal.algorithms.losses import sft_loss
+from areal_torch.algorithms.losses import sft_loss
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import torch
 from tools.gpu import reference
 from tools.gpu.models import batch_of, device, engine, make, make_tiny, vocabulary_of
 
-from areal.algorithms import packing
-from areal.algorithms.losses import sft_loss
 from areal.config.training import LoraConfig, RefConfig
-from areal.engines.fsdp import FSDPEngine
-from areal.engines.model.heads import ScalarHead
 from areal.errors import CapacityExceeded
+from areal_torch.algorithms import packing
+from areal_torch.algorithms.losses import sft_loss
+from areal_torch.engines.fsdp import FSDPEngine
+from areal_torch.engines.model.heads import ScalarHead
 
 _LENGTHS = [33, 7, 64, 18]
 

@@ -8,7 +8,7 @@ import torch
 from tools.gpu.models import device, make, timed
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal.engines.model.heads import chosen_logprobs
+from areal_torch.engines.model.heads import chosen_logprobs
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:

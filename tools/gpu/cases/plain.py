@@ -11,7 +11,7 @@ from tools.gpu.models import batch_of, device, lengths_of, make, timed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from areal.algorithms import packing
+from areal_torch.algorithms import packing
 
 _CHUNK = 1024
 

@@ -10,11 +10,11 @@ from tools.gpu.cases import Skipped
 from tools.gpu.models import device, timed
 from torch import Tensor
 
-from areal.algorithms import packing
-from areal.engines.model.attention.layout import build_layout
-from areal.engines.model.attention.packed import packed_attention
-from areal.engines.model.attention.varlen import TORCH, bind, varlen_attention
-from areal.engines.parallel.mesh import join_process_group
+from areal_torch.algorithms import packing
+from areal_torch.engines.model.attention.layout import build_layout
+from areal_torch.engines.model.attention.packed import packed_attention
+from areal_torch.engines.model.attention.varlen import TORCH, bind, varlen_attention
+from areal_torch.engines.parallel.mesh import join_process_group
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _selective(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-    from areal.engines.parallel.memory import _policy
+    from areal_torch.engines.parallel.memory import _policy
 
     _need_gpu()
     batch = packing.pack([{"input_ids": [0] * 64}])

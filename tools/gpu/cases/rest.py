@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tools.gpu.models import batch_of, engine, make
 
-from areal.engines.sft import train_lm
+from areal_torch.engines.sft import train_lm
 
 _SMALL = (
     *("train_dataset.batch_size=2", "gconfig.n_samples=2"),

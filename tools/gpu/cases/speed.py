@@ -21,10 +21,10 @@ from tools.gpu.models import (
     wait,
 )
 
-from areal.algorithms.losses import add_up, ppo_actor_loss, sft_loss
-from areal.algorithms.packing import Batch
 from areal.config.training import LoraConfig
-from areal.engines.fsdp import FSDPEngine
+from areal_torch.algorithms.losses import add_up, ppo_actor_loss, sft_loss
+from areal_torch.algorithms.packing import Batch
+from areal_torch.engines.fsdp import FSDPEngine
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tools.gpu.models import batch_of, engine, make, vocabulary_of, wait
 
-from areal.algorithms.losses import sft_loss
+from areal_torch.algorithms.losses import sft_loss
 
 
 def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from areal.clients.http_token import or_else
 from areal.clients.rollout import RolloutClient
 from areal.clients.trainer import TrainerClient
 from areal.errors import Unauthenticated
+from areal.runs.status import TrainerStatus
 from areal.security import Security
-from areal.training.status import TrainerStatus
 from areal.v1 import rollout_service_pb2 as pb
 from areal.v1 import rollout_service_pb2_grpc as pb_grpc
 from areal_trainer.server import TrainerServer

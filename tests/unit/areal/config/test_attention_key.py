@@ -6,8 +6,8 @@ import pytest
 
 from areal.config.experiment import GRPOConfig, build_config, known_keys
 from areal.config.training import CriticConfig, PPOActorConfig, RefConfig
-from areal.engines import fsdp, offline, ppo_actor
 from areal.errors import ConfigError
+from areal_torch.engines import fsdp, offline, ppo_actor
 
 
 class Stop(Exception):

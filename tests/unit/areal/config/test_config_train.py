@@ -11,8 +11,8 @@ from areal.config.training import (
     PPOActorConfig,
     TrainEngineConfig,
 )
-from areal.engines.fsdp import FSDPEngine
 from areal.errors import ConfigError
+from areal_torch.engines.fsdp import FSDPEngine
 
 
 def test_config_when_read_by_omegaconf_then_nests_and_overrides():

@@ -11,12 +11,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from areal.algorithms import packing
 from areal.config.experiment import GRPOConfig, as_yaml, build_config, load_service_config
 from areal.config.presets import ALGORITHMS, preset
 from areal.config.training import PPOActorConfig
-from areal.engines.ppo import PPOActor
 from areal.errors import ConfigError, InvalidInput
+from areal_torch.algorithms import packing
+from areal_torch.engines.ppo import PPOActor
 
 # Two groups of sequences: (generated tokens, reward), groups contiguous.
 GROUPS = [[(2, 1.0), (3, 0.0), (1, 0.5)], [(2, 0.0), (1, 3.0)]]

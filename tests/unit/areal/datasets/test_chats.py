@@ -8,8 +8,8 @@ import pytest
 
 from areal.datasets.chats import chat_unit, chat_units, pair_units
 from areal.errors import InvalidInput
-from areal.models.tiny import make_byte_tokenizer, save_tokenizer
 from areal.tokenizer import Tokenizer
+from areal_torch.models.tiny import make_byte_tokenizer, save_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "workflows" / "chat_templates"
 CHAT = [

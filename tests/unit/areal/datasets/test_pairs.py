@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from areal.datasets.chats import pair_unit
 from areal.errors import InvalidInput
-from areal.models.tiny import CHAT_TEMPLATE, make_byte_tokenizer
 from areal.tokenizer import Tokenizer
+from areal_torch.models.tiny import CHAT_TEMPLATE, make_byte_tokenizer
 
 Message = dict[str, Any]
 

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from areal.datasets.rows import load_rows
 from areal.errors import InvalidInput
-from areal.models.tiny import save_tokenizer
+from areal_torch.models.tiny import save_tokenizer
 
 
 def jsonl(*rows: dict[str, Any]) -> bytes:

@@ -11,10 +11,10 @@ import pytest
 from tests.unit.areal_weight_sync.weight_sync_fakes import TENSORS, make_model
 
 from areal.weights.delta import DeltaChain
-from areal.weights.fallback import FallbackPublisher
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import NewVersion, TransportError
 from areal.weights.safetensors import HostTensor
+from areal_torch.publish.fallback import FallbackPublisher
 
 
 def tensor(name: str, shape: tuple[int, ...], dtype: str = "F32") -> HostTensor:

@@ -5,13 +5,13 @@ import pytest
 from tests.unit.areal.workflows.chat_families import FAMILIES, tokenizer
 
 from areal.errors import InvalidInput, WorkflowError
-from areal.models.tiny import ASSISTANT_ID, END_ID, USER_ID, make_byte_tokenizer
-from areal.models.tiny import CHAT_TEMPLATE as TEMPLATE
 from areal.tokenizer import Tokenizer
 from areal.types import LLMResponse, StopReason
 from areal.workflows.conversation import Conversation
 from areal.workflows.rendering import TemplateRenderer
 from areal.workflows.tool_text import ToolCall
+from areal_torch.models.tiny import ASSISTANT_ID, END_ID, USER_ID, make_byte_tokenizer
+from areal_torch.models.tiny import CHAT_TEMPLATE as TEMPLATE
 
 ASK = [{"role": "user", "content": "1+1="}]
 AGAIN = {"role": "user", "content": "no"}

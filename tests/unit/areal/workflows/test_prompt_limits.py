@@ -11,7 +11,6 @@ from tests.unit.areal.workflows.test_rlvr import Engine
 
 from areal.agents.workflow import AgentWorkflow
 from areal.errors import InvalidInput
-from areal.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer
 from areal.tokenizer import Tokenizer
 from areal.types import McpServer
 from areal.workflows.base import RolloutWorkflow
@@ -20,6 +19,7 @@ from areal.workflows.multi_turn import MultiTurnWorkflow
 from areal.workflows.prompt_limits import check_prompts
 from areal.workflows.rlvr import RLVRWorkflow
 from areal.workflows.tool import ToolWorkflow
+from areal_torch.models.tiny import CHAT_TEMPLATE, END_ID, make_byte_tokenizer
 
 
 def add(a: int, b: int) -> int:

@@ -1,11 +1,11 @@
 import pytest
 
 from areal.errors import InvalidInput, Unavailable
-from areal.models.tiny import ASSISTANT_ID, END_ID, SYSTEM_ID, USER_ID, make_byte_tokenizer
-from areal.models.tiny import CHAT_TEMPLATE as TEMPLATE
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMResponse, StopReason
 from areal.workflows.rlvr import RLVRWorkflow
+from areal_torch.models.tiny import ASSISTANT_ID, END_ID, SYSTEM_ID, USER_ID, make_byte_tokenizer
+from areal_torch.models.tiny import CHAT_TEMPLATE as TEMPLATE
 
 
 class Engine:

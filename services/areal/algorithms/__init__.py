@@ -1,5 +1,0 @@
-"""Pure numerics of training: packing, normalization, advantages, losses.
-
-Functions of tensors without models, processes or services.
-The batch they share is described in `areal.algorithms.packing`.
-"""

@@ -1,6 +1,0 @@
-"""Runs code that a model wrote: in namespaces of its own, without a network, within limits."""
-
-from areal.protocol.boxes import Limits, Outcome
-from areal.rewards.sandbox.pool import Sandbox
-
-__all__ = ["Limits", "Outcome", "Sandbox"]

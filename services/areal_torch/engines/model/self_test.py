@@ -1,0 +1,258 @@
+"""Tests every model at the start: compares packed logprobs with those of plain transformers.
+
+    two groups, packed, prefixes once     -> logprobs of the model that is trained
+    each sequence alone, eager attention  -> logprobs of the same weights
+                                             mean difference above the tolerance: no run
+
+If an architecture that was never tried, or a new version of transformers, computes something else,
+the run ends in its first seconds instead of training on wrong gradients. For a large model the
+first layers are enough, with at least one of each kind, because each rank of a sharded model
+gathers every layer that is tested. What begins after thousands of tokens in a real model, chunks of
+attention for example, begins after a few in both passes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from areal.errors import CannotStart, InvalidInput
+from areal_torch.algorithms import packing
+from areal_torch.algorithms.packing import Batch
+from areal_torch.engines.model.attention.dispatch import in_a_line
+from areal_torch.engines.model.guards import (
+    decoder_of,
+    is_scalar,
+    placeholders,
+    refusal,
+    use_attention,
+)
+from areal_torch.engines.model.heads import LogprobHead, logprobs_of
+from areal_torch.engines.model.packed import PackedCausalLM
+from areal_torch.engines.model.positions import counting
+from areal_torch.engines.versions import accepted, together
+
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 5e-2}
+"""Largest mean difference of logprobs, in nats. Rounding makes about 1e-6 in float32 and 1e-2 in
+bfloat16; a mask, a sink or a state that is wrong makes 1e-2 to 9."""
+
+# Models up to this many parameters are run whole.
+WHOLE = 50_000_000
+_FEWEST_LAYERS = 4
+# Of each group: the common prefix, then what each sequence adds.
+_GROUPS = ((12, (8, 5)), (9, (11, 1)))
+# Chunks of attention, and the steps of queries' scales; no prefix above ends at a multiple.
+_SPAN = 5
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """The results; differences in nats."""
+
+    architecture: str
+    attention: str
+    dtype: str
+    layers: int
+    """The first ones, which took part; 0: unknown, all did."""
+    difference: float
+    """Mean over tokens."""
+    tolerance: float
+    seconds: float
+
+
+def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype) -> SelfTest:
+    """Compare packed logprobs with those of each sequence alone; collective if it is sharded.
+
+    Args:
+        model: has its weights, on `device` or sharded; the test does not change them.
+        device: the device that trains it.
+        compute: precision of its forward pass.
+
+    Raises:
+        InvalidInput: they differ, or the model asks for what its attention does not compute.
+        CannotStart: it does not run at all, such as with a version that lacks an argument.
+    """
+    with _first_layers(model) as layers, _short_spans(model.hf):
+        return _compare(model, device, compute, layers)
+
+
+def _compare(
+    model: PackedCausalLM, device: torch.device, compute: torch.dtype, layers: int
+) -> SelfTest:
+    started = time.perf_counter()
+    config = model.hf.config
+    batch = _batch(config.get_text_config().vocab_size, placeholders(config))
+    batch = {key: value.to(device) for key, value in batch.items()}
+    try:
+        # First, so that FSDP takes the whole model for the root of its tree.
+        found = _packed(model, batch)
+        expected = _alone(model, batch)
+    except InvalidInput as error:
+        raise refusal(model.hf, str(error)) from None
+    except Exception as error:
+        # A call that a version does not take, or a kernel that a GPU lacks: not the model's fault.
+        odd = isinstance(error, (AttributeError, ImportError, NotImplementedError, TypeError))
+        raise CannotStart(
+            f"model {type(model.hf).__name__} does not run with {model.kernel} attention on "
+            f"{device} with {together()}: {in_a_line(error)}"
+            + (f"; expected {accepted()}, or another attn_impl" if odd else "")
+        ) from error
+    result = SelfTest(
+        architecture=type(model.hf).__name__,
+        attention=model.kernel,
+        dtype=str(compute).removeprefix("torch."),
+        layers=layers,
+        difference=float((found - expected).abs().mean()),
+        tolerance=TOLERANCE[compute],
+        seconds=time.perf_counter() - started,
+    )
+    if not result.difference <= result.tolerance:  # NaN is not
+        raise refusal(
+            model.hf,
+            f"logprobs differ by {result.difference:.2g} nats a token from those of each sequence "
+            f"alone, more than {result.tolerance:g} ({result.dtype}, {model.kernel} attention)",
+        )
+    return result
+
+
+def _batch(vocabulary: int, reserved: Sequence[int]) -> Batch:
+    """Make a batch of random tokens but those that stand for images or sounds."""
+    generator = torch.Generator().manual_seed(0)
+    other = next(token for token in range(vocabulary) if token not in reserved)
+
+    def tokens(count: int) -> list[int]:
+        drawn = torch.randint(vocabulary, (count,), generator=generator).tolist()
+        return [other if token in reserved else token for token in drawn]
+
+    sequences, groups = [], []
+    for group, (common, added) in enumerate(_GROUPS):
+        prefix = tokens(common)
+        for count in added:
+            ids = prefix + tokens(count)
+            sequences.append({"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)})
+            groups.append(group)
+    return packing.pack(sequences, groups)
+
+
+@torch.no_grad()
+def _packed(model: PackedCausalLM, batch: Batch) -> Tensor:
+    layout = model.plan(batch, share_prefixes=True)
+    head = _Probe() if is_scalar(model.hf) else LogprobHead()
+    found: Tensor
+    found, _ = model(batch, layout, torch.nonzero(batch["loss_mask"]).flatten(), head)
+    return found
+
+
+@torch.no_grad()
+def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
+    hf = model.hf
+    if isinstance(model, FSDPModule):
+        model.unshard()  # what the root gathers: embedding and head
+    packed = hf.config.get_text_config()._attn_implementation
+    hf.set_attn_implementation("eager")
+    parts = []
+    try:
+        with _not_compiled():
+            for sequence in packing.unpack(batch):
+                ids = sequence["input_ids"]
+                if is_scalar(hf):
+                    found = decoder_of(hf)(input_ids=ids[None], use_cache=False)
+                    parts.append(_project(found.last_hidden_state[0, :-1]))
+                    continue
+                logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
+                parts.append(logprobs_of(logits, ids[1:], 1.0)[0])
+    finally:
+        use_attention(hf, packed)
+        if isinstance(model, FSDPModule):
+            model.reshard()
+    return torch.cat(parts)
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Leave layers uncompiled that are called inside, also those that are recomputed."""
+    # Importing it takes seconds; without it nothing is compiled.
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+
+
+class _Probe:
+    """A scalar model's own head may be 0, which hides everything."""
+
+    shift = 1
+
+    def read(
+        self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
+    ) -> tuple[Tensor, Tensor]:
+        found = _project(hidden)
+        return found, torch.zeros_like(found)
+
+
+def _project(hidden: Tensor) -> Tensor:
+    """One number of about 1 from each hidden state."""
+    wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+    signs = torch.arange(wide.shape[-1], device=wide.device).remainder(3).sub(1)
+    return (wide * signs).sum(-1).div(wide.shape[-1] ** 0.5)
+
+
+@contextmanager
+def _first_layers(model: PackedCausalLM) -> Iterator[int]:
+    """Leave a big model its first layers only, inside the context; yields how many."""
+    hf = model.hf
+    layers = _layers_of(hf)
+    small = sum(p.numel() for p in hf.parameters()) <= WHOLE
+    if layers is None or small:
+        yield len(layers or ())
+        return
+    kinds = [_kind(hf, number, layer) for number, layer in enumerate(layers)]
+    needed = max(kinds.index(kind) for kind in kinds) + 1
+    if isinstance(model, FSDPModule):
+        # FSDP makes its plan of all layers once, else at the first forward pass: now they are here.
+        model._get_fsdp_state()._lazy_init()
+    everything = layers._modules
+    layers._modules = dict(list(everything.items())[: max(needed, _FEWEST_LAYERS)])
+    try:
+        yield len(layers)
+    finally:
+        layers._modules = everything
+
+
+@contextmanager
+def _short_spans(hf: Any) -> Iterator[None]:
+    """Let chunks and steps be as short as the test's sequences need, inside the context."""
+    before: list[tuple[Any, str, int]] = []
+    for owner in (hf.config.get_text_config(), *counting(decoder_of(hf))):
+        for name in ("attention_chunk_size", "floor_scale"):
+            if (value := vars(owner).get(name)) is not None:
+                before.append((owner, name, value))
+    try:
+        for owner, name, value in before:
+            setattr(owner, name, min(value, _SPAN))
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _layers_of(hf: Any) -> nn.ModuleList | None:
+    classes = set(hf._no_split_modules or ())
+    for module in decoder_of(hf).modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        # FSDP makes a subclass of each layer's class.
+        if {kind.__name__ for each in module for kind in type(each).__mro__} & classes:
+            return module
+    return None
+
+
+def _kind(hf: Any, number: int, layer: nn.Module) -> tuple[Any, ...]:
+    layer_types = getattr(hf.config.get_text_config(), "layer_types", None)
+    parts = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+    return (layer_types[number] if layer_types else None, parts)

@@ -1,0 +1,155 @@
+"""Loads a model from a Hugging Face directory: its config first, its weights later."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areal.errors import InvalidInput
+from areal_torch.engines.model import fill, guards, hub_names, precision
+from areal_torch.engines.model.guards import is_scalar
+
+
+def build(
+    path: str, dtype: torch.dtype, *, scalar: bool = False, from_scratch: bool = False
+) -> Any:
+    """Make a transformers causal language model from its config: parameters on the meta device.
+
+    A checkpoint of several models is built as its own class, so that its names and configuration
+    stay. Towers that no batch reaches stay on disk, and go from there wherever the model goes
+    (`hub_names.bystanders`). Buffers that are not in its files are computed.
+
+    Args:
+        path: a folder with config.json.
+        dtype: dtype of the parameters.
+        scalar: give it a scalar head, `score`, instead of the language-model head.
+        from_scratch: the folder has no weights, so towers are in the model, frozen.
+
+    Raises:
+        InvalidInput: there is no such folder, or transformers cannot build such a model.
+    """
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
+        raise InvalidInput(
+            f"path={path!r}: expected a Hugging Face model directory with config.json"
+        )
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        kind: Any = AutoModelForCausalLM
+        if scalar:
+            kind, config.num_labels = AutoModelForSequenceClassification, 1
+        elif type(config) not in kind._model_mapping or (
+            # Some composite configurations also name a class that has the text model alone.
+            config.get_text_config() is not config
+            and type(config) in AutoModelForImageTextToText._model_mapping
+        ):
+            kind = AutoModelForImageTextToText
+        with torch.device("meta"):
+            hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
+        fill.make_buffers(hf)
+        hf._known_conversions = hub_names.known_conversions(hf)
+    except (ImportError, OSError, ValueError) as error:
+        # An unknown architecture, code that would have to be downloaded, an absent kernel.
+        why = " ".join(str(error).split())
+        raise InvalidInput(f"path={path!r}: transformers cannot load it: {why}") from error
+    if scalar:
+        if not is_scalar(hf):
+            raise InvalidInput(
+                f"path={path!r}: {type(hf).__name__} has no linear `score`: it cannot be a critic "
+                "or a reward model"
+            )
+        # A language model's directory has the one head and lacks the other.
+        hf._keys_to_ignore_on_load_unexpected = {r"lm_head\.weight"}
+        hf._keys_to_ignore_on_load_missing = {r"score\.weight"}
+    if not from_scratch:
+        hf._left_on_disk = guards.drop_towers(hf)
+    guards.silence_noise(hf)
+    precision.widen(hf, dtype)
+    if dtype == torch.float64:
+        _use_exact_norms(hf)
+        if hf._can_set_experts_implementation():
+            hf.set_experts_implementation("eager")  # torch has no grouped product of float64
+    return hf
+
+
+def load_weights(hf: Any, path: str) -> None:
+    """Read this rank's part of the weights and the generation defaults beside them.
+
+    Raises:
+        InvalidInput: the directory has no safetensors weights, or those of another model.
+    """
+    from transformers import GenerationConfig
+
+    directory = Path(path)
+    if is_scalar(hf):  # zero where the directory has none
+        fill.local(hf.score.weight.detach()).zero_()
+    hf._weight_conversions = fill.load_own(hf, directory)
+    if (directory / "generation_config.json").is_file():
+        hf.generation_config = GenerationConfig.from_pretrained(directory)
+
+
+def fill_weights(hf: Any, path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) -> None:
+    """Fill a model that `build` made and that has memory: from the directory, or at random.
+
+    Raises:
+        InvalidInput: see `load_weights`.
+    """
+    if from_scratch:
+        skeleton = build(path, dtype, scalar=is_scalar(hf), from_scratch=True)
+        fill.draw_own(hf, skeleton, seed)
+    else:
+        load_weights(hf, path)
+
+
+def load_model(path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) -> Any:
+    """Load a whole model on the CPU, in this process alone.
+
+    Raises:
+        InvalidInput: see `build` and `load_weights`.
+    """
+    hf, cpu = build(path, dtype, from_scratch=from_scratch), torch.device("cpu")
+    fill.materialize(hf, cpu, cpu)
+    fill_weights(hf, path, dtype, from_scratch=from_scratch, seed=seed)
+    return hf
+
+
+class _RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight in the precision of x."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+@torch.no_grad()
+def _use_exact_norms(hf: Any) -> None:
+    """Replace norms that compute in float32 even in a float64 model; their weights are meta."""
+    for parent in list(hf.modules()):
+        for name, child in list(parent.named_children()):
+            eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
+            if not type(child).__name__.endswith("RMSNorm") or eps is None:
+                continue
+            tried = copy.deepcopy(child).to_empty(device="cpu")
+            tried.weight.copy_(torch.linspace(0.5, 1.5, tried.weight.numel()))
+            probe = torch.linspace(-2, 3, child.weight.numel(), dtype=torch.float64)
+            # Some architectures scale by 1 + weight, say: those stay as they are.
+            exact = _RMSNorm(tried.weight, eps)(probe)
+            if torch.allclose(exact, tried(probe), rtol=1e-4, atol=1e-5):
+                setattr(parent, name, _RMSNorm(child.weight, eps))
