@@ -26,7 +26,7 @@ from tests.chaos.replays import (
 )
 from tests.chaos.trainer_rig import BATCH, trainer_rig, whole_run
 from tests.integration.stack_tools import RunningStack, eventually
-from tests.unit.areal.engines.train_fixtures import assert_gradients_close
+from tests.unit.areal_torch.engines.train_fixtures import assert_gradients_close
 
 from areal_torch.training.rank_watch import RANK_SILENT_S
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tests.contract.engines import running_sglang
 from tests.inference_server import save_tokenizer
 from tests.integration.weight_sync_rig import WeightSyncRig, rig_with_stores
-from tests.unit.areal.engines.hub_families import make_family
-from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+from tests.unit.areal_torch.engines.hub_families import make_family
+from tests.unit.areal_torch.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.config.experiment import GRPOConfig
 from areal.config.training import OptimizerConfig, TrainEngineConfig

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+from tests.unit.areal_torch.engines.train_fixtures import make_batch, weighted_loss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -16,8 +16,8 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from tests.integration.forked_ranks import run_launches
-from tests.unit.areal.engines.hub_families import scatter
-from tests.unit.areal.engines.train_fixtures import gradients, make_batch
+from tests.unit.areal_torch.engines.hub_families import scatter
+from tests.unit.areal_torch.engines.train_fixtures import gradients, make_batch
 
 from areal.config.training import CriticConfig, PPOActorConfig
 from areal_torch.algorithms import packing

@@ -15,9 +15,9 @@ from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from tests.integration.forked_ranks import run_launches
 from tests.integration.fsdp_worker import share_of
-from tests.unit.areal.engines.image_batches import image_batch
-from tests.unit.areal.engines.model.attention.flash_on_cpu import torch_kernels
-from tests.unit.areal.engines.train_fixtures import gradients, make_batch
+from tests.unit.areal_torch.engines.image_batches import image_batch
+from tests.unit.areal_torch.engines.model.attention.flash_on_cpu import torch_kernels
+from tests.unit.areal_torch.engines.train_fixtures import gradients, make_batch
 
 from areal.config.training import PPOActorConfig
 from areal_torch.engines import step

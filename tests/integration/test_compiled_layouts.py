@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.integration.test_layouts import LIMIT_S, launch
-from tests.unit.areal.engines.hub_families import make_family
-from tests.unit.areal.engines.train_fixtures import assert_gradients_close
+from tests.unit.areal_torch.engines.hub_families import make_family
+from tests.unit.areal_torch.engines.train_fixtures import assert_gradients_close
 
 CASES = {"d1c2": "qwen3", "d2e2": "qwen3_moe"}
 

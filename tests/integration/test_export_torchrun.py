@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.areal.engines.hub_families import make_family
+from tests.unit.areal_torch.engines.hub_families import make_family
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.areal.engines.hub_families import scatter
+from tests.unit.areal_torch.engines.hub_families import scatter
 
 from areal.config.experiment import GRPOConfig, build_config, save_config
 from areal.config.training import TrainEngineConfig

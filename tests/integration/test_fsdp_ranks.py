@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.areal.engines.hub_families import make_family
-from tests.unit.areal.engines.train_fixtures import assert_gradients_close
+from tests.unit.areal_torch.engines.hub_families import make_family
+from tests.unit.areal_torch.engines.train_fixtures import assert_gradients_close
 from transformers import AutoModelForCausalLM
 
 from areal_torch.models.tiny import make_tiny_model

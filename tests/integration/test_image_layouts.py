@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from tests.integration.test_layouts import LIMIT_S, assert_weights_close, launch
-from tests.unit.areal.engines.hub_families import make_family
-from tests.unit.areal.engines.train_fixtures import assert_gradients_close
+from tests.unit.areal_torch.engines.hub_families import make_family
+from tests.unit.areal_torch.engines.train_fixtures import assert_gradients_close
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 

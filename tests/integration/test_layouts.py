@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tests.unit.areal.engines.hub_families import make_family
-from tests.unit.areal.engines.train_fixtures import assert_gradients_close
+from tests.unit.areal_torch.engines.hub_families import make_family
+from tests.unit.areal_torch.engines.train_fixtures import assert_gradients_close
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1200

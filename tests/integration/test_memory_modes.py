@@ -2,8 +2,8 @@
 
 import pytest
 from tests.integration.test_layouts import LIMIT_S, STEPS, Runs, assert_weights_close
-from tests.unit.areal.engines.hub_families import make_family
-from tests.unit.areal.engines.train_fixtures import assert_gradients_close
+from tests.unit.areal_torch.engines.hub_families import make_family
+from tests.unit.areal_torch.engines.train_fixtures import assert_gradients_close
 
 MODES = {
     "plain": {},

@@ -4,8 +4,8 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.integration.test_models_page import TRIED, rows_of_the_page
-from tests.unit.areal.engines.tiny_families import alone, saved, text_batch
-from tests.unit.areal.engines.train_fixtures import weighted_loss
+from tests.unit.areal_torch.engines.tiny_families import alone, saved, text_batch
+from tests.unit.areal_torch.engines.train_fixtures import weighted_loss
 from tools.gen_models import LOGPROB_TOLERANCE, RIGHT
 
 from areal.config.training import LoraConfig, OptimizerConfig, TrainEngineConfig

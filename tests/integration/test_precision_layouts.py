@@ -3,8 +3,8 @@
 import pytest
 from safetensors.torch import load_file
 from tests.integration.test_layouts import LIMIT_S, launch
-from tests.unit.areal.engines.tiny_families import saved
-from tests.unit.areal.engines.train_fixtures import assert_gradients_close
+from tests.unit.areal_torch.engines.tiny_families import saved
+from tests.unit.areal_torch.engines.train_fixtures import assert_gradients_close
 
 pytestmark = [pytest.mark.timeout(4 * LIMIT_S), pytest.mark.filterwarnings("ignore")]
 MODES = {"d1": "none", "d2": "selective", "d2s1": "full"}

@@ -233,11 +233,16 @@ def _single_groups(rows: Sequence[Row]) -> str:
 def _never_updated(rows: Sequence[Row]) -> str:
     """An update has a loss even if its gradient was not finite; the critic's warm-up has none."""
     recent = [row for row in rows[-WINDOW:] if figures([row], "samples")]
-    if not recent or any("train/loss" in row or row.get("critic/warmup") for row in rows[-WINDOW:]):
+    if not recent or any(_has_loss(row) or row.get("critic/warmup") for row in rows[-WINDOW:]):
         return ""
     first, last = _step(recent[:1]), _step(recent)
     steps = f"step {last}" if first == last else f"steps {first} to {last}"
     return f"{steps}: a batch was taken, but the policy was not updated (no train/loss)"
+
+
+def _has_loss(row: Row) -> bool:
+    """Whether the policy was updated: by an engine, or by the recipe, which recorded a loss."""
+    return any(name.endswith("/loss") and name != "critic/loss" for name in row)
 
 
 def _equal_rewards(rows: Sequence[Row]) -> str:
@@ -351,10 +356,11 @@ RULES = (
     ),
     Rule(
         "no_update",
-        f"None of the last {WINDOW} steps, which took batches of rollouts, has a `train/loss`, and "
-        "none belongs to the critic's warm-up",
+        f"None of the last {WINDOW} steps, which took batches of rollouts, has a `train/loss` (or "
+        "a loss that the recipe recorded), and none belongs to the critic's warm-up",
         "call actor.ppo_update(batch), actor.distill or actor.engine.train_batch between "
-        "prepare_batch and upload_weights",
+        "prepare_batch and upload_weights; with an optimizer of your own, "
+        'actor.record({"own/loss": loss})',
         rows=_never_updated,
     ),
     Rule(

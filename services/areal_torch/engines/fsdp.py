@@ -123,7 +123,9 @@ class FSDPEngine(TrainEngine):
             hf.requires_grad_(False)
         kernel = dispatch.choose(hf, config.attn_impl, self.device, compute)
         chunk = budget.chunk if budget else memory.frozen_chunk(config, hf, self.device)
-        heeding = recurrent.choose(hf, decoder_of(hf), self.device, compute)
+        heeding = recurrent.choose(
+            hf, decoder_of(hf), self.device, compute, trains=config.optimizer is not None
+        )
         model = PackedCausalLM(hf, kernel=kernel, chunk_elements=chunk, boundaries=heeding)
         memory.use_kernels(hf, decoder_layers(hf), kernels, self.device)
         offload = config.offload

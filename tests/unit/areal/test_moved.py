@@ -46,6 +46,6 @@ def test_present_name_when_imported_then_nothing_is_said():
 
 
 def test_former_name_when_it_never_was_then_the_error_names_the_module():
-    done = python("import areal.engines.nothing_of_this_name")
+    done = python("import areal_torch.engines.nothing_of_this_name")
     assert done.returncode == 1
     assert "No module named 'areal_torch.engines.nothing_of_this_name'" in done.stderr

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.unit.areal.engines.hub_families import IMAGE, VISION_START, make_family
+from tests.unit.areal_torch.engines.hub_families import IMAGE, VISION_START, make_family
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from areal.errors import InvalidInput

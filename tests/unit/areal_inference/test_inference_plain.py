@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from tests.inference_server import make_model
 from tests.integration.test_models_page import rows_of_the_page
-from tests.unit.areal.engines.tiny_families import saved
 from tests.unit.areal_inference.plain_rig import TOLERANCE, ask, finish, read, serve, worst
+from tests.unit.areal_torch.engines.tiny_families import saved
 from tools.gen_models import RIGHT
 
 from areal.weights.manifest import build_manifest

@@ -244,7 +244,7 @@ def _joined(layout: PackedLayout, values: tuple[Any, ...]) -> Tensor | None:
 
 
 def choose(
-    hf: Any, decoder: nn.Module, device: torch.device, compute: torch.dtype
+    hf: Any, decoder: nn.Module, device: torch.device, compute: torch.dtype, *, trains: bool = True
 ) -> dict[type, str]:
     """Return the classes of modules whose kernels heed boundaries on this device; logs it.
 
@@ -253,6 +253,7 @@ def choose(
         decoder: its part that maps tokens to hidden states.
         device: the device that computes it.
         compute: precision of its forward pass.
+        trains: whether gradients flow through it; a frozen model's kernels need no backward.
 
     Returns:
         For each such class the keyword by which it takes them. Empty on a CPU, which has no such
@@ -269,7 +270,7 @@ def choose(
     chosen: dict[type, str] = {}
     why: dict[str, str] = {}
     for kind, module in one_of.items() if device.type != "cpu" else ():
-        argument, reason = _heeding(module, width, device, compute)
+        argument, reason = _heeding(module, width, device, compute, trains=trains)
         if argument is None:
             why[kind.__name__] = reason
         else:
@@ -287,7 +288,7 @@ def choose(
 
 
 def _heeding(
-    module: Any, width: int, device: torch.device, compute: torch.dtype
+    module: Any, width: int, device: torch.device, compute: torch.dtype, *, trains: bool
 ) -> tuple[str | None, str]:
     """The keyword by which a module's kernels heed boundaries, or why there is none.
 
@@ -296,7 +297,7 @@ def _heeding(
     """
     if not _convolves(module):
         return None, "it has no kernels of its own"
-    trial = _Trial(module, width, device, compute)
+    trial = _Trial(module, width, device, compute, trains=trains)
     try:
         trial.plain()
     except Exception as error:
@@ -323,9 +324,17 @@ def _said(error: Exception) -> str:
 
 
 class _Trial:
-    """A few sequences through a copy of a module with random weights, forward and backward."""
+    """A few sequences through a copy of a module with random weights."""
 
-    def __init__(self, module: Any, width: int, device: torch.device, compute: torch.dtype) -> None:
+    def __init__(
+        self,
+        module: Any,
+        width: int,
+        device: torch.device,
+        compute: torch.dtype,
+        *,
+        trains: bool = True,
+    ) -> None:
         """Make the copy.
 
         Args:
@@ -333,7 +342,9 @@ class _Trial:
             width: of the hidden states it takes.
             device: the device that computes it.
             compute: precision of its forward pass.
+            trains: whether its backward pass is tried too.
         """
+        self._trains = trains
         tried = copy.deepcopy(module).to_empty(device=device).to(compute).requires_grad_(False)
         if compute.itemsize == 2:
             for name in float32_names(tried):
@@ -358,20 +369,22 @@ class _Trial:
         self._forward = tried.forward
 
     def plain(self) -> list[Tensor]:
-        """Return output and gradient of the input, [1, tokens, hidden], by length."""
-        return self._trained(by_length(self._forward, self._layout, self._x))
+        """Return output and, if it trains, the input's gradient, [1, tokens, hidden], by length."""
+        return self._tried(by_length(self._forward, self._layout, self._x))
 
     def difference(self, argument: str) -> float:
-        """Return how far both are from `plain` if told the boundaries, as a part of their norm."""
+        """Return how far they are from `plain` if told the boundaries, as a part of their norm."""
         told = with_boundaries(self._forward, argument, self._layout, self._x)
         # Of the worst sequence: a leak into a short one would drown in the long one's norm.
         return max(
             float((found - expected)[:, a:b].float().norm() / expected[:, a:b].float().norm())
-            for found, expected in zip(self._trained(told), self.plain(), strict=True)
+            for found, expected in zip(self._tried(told), self.plain(), strict=True)
             for a, b in pairwise(self._bounds)
         )
 
-    def _trained(self, output: Any) -> list[Tensor]:
+    def _tried(self, output: Any) -> list[Tensor]:
         out: Tensor = pytree.tree_leaves(output)[0]
+        if not self._trains:
+            return [out.detach()]
         (gradient,) = torch.autograd.grad((out * self._weight).sum(), self._x)
         return [out.detach(), gradient]

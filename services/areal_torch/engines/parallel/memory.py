@@ -144,7 +144,6 @@ _KEPT = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_flash_attention_forward", "torch_attn::_varlen_attn",
-        "aten::_cudnn_attention_forward",
         "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd",
     }
 )  # fmt: skip

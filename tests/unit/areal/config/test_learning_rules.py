@@ -175,6 +175,8 @@ def test_rows_when_some_steps_are_left_out_or_warm_a_critic_up_then_no_line() ->
     assert named([{**row, "critic/loss": 1.0, "critic/warmup": 1.0} for row in IDLE]) == []
     forgotten = [{**row, "critic/loss": 1.0, "critic/warmup": 0.0} for row in IDLE]
     assert named(forgotten) == ["no_update"]
+    own_optimizer = [{**row, "own/loss": 0.2} for row in IDLE]
+    assert named(own_optimizer) == []
     gradient_not_finite = [{**row, "train/loss": None} for row in IDLE]
     assert named(gradient_not_finite) == []
 

@@ -1,7 +1,7 @@
 """The control experiment: the same rewards, dealt at random."""
 
 import torch
-from tests.unit.areal.engines.train_fixtures import make_batch
+from tests.unit.areal_torch.engines.train_fixtures import make_batch
 
 from areal_torch.algorithms.advantages import sequence_sums
 from areal_torch.algorithms.controls import shuffle_rewards

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests.unit.areal.algorithms import summed
+from tests.unit.areal_torch.algorithms import summed
 
 from areal_torch.algorithms import behavior, losses
 

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.areal.algorithms.test_packing_budget import batch_of, batches
+from tests.unit.areal_torch.algorithms.test_packing_budget import batch_of, batches
 
 from areal_torch.algorithms import packing
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.unit.areal.algorithms import summed
+from tests.unit.areal_torch.algorithms import summed
 
 from areal_torch.algorithms import behavior, penalties
 

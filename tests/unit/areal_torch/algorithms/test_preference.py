@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.unit.areal.algorithms.test_reference_goldens import SEEDS, Case
+from tests.unit.areal_torch.algorithms.test_reference_goldens import SEEDS, Case
 
 from areal.config.training import TrainEngineConfig
 from areal_torch.algorithms import packing, preference

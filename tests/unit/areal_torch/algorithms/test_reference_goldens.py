@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.unit.areal.algorithms import summed
+from tests.unit.areal_torch.algorithms import summed
 
 from areal.config.training import PPOActorConfig
 from areal_torch.algorithms import advantages, behavior, normalization, penalties

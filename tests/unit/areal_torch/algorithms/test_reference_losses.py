@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.unit.areal.algorithms import summed
-from tests.unit.areal.algorithms.test_reference_goldens import SEEDS, Case, assert_loss
+from tests.unit.areal_torch.algorithms import summed
+from tests.unit.areal_torch.algorithms.test_reference_goldens import SEEDS, Case, assert_loss
 
 from areal_torch.algorithms import advantages, behavior, losses, penalties
 

@@ -1,6 +1,6 @@
 """The trainer on a GPU that is not there: fake tensors on `cuda` in a CPU build of torch.
 
-    FAKE_CUDA=fake_cuda.so python -m tests.unit.areal.engines.fake_gpu CASE
+    FAKE_CUDA=fake_cuda.so python -m tests.unit.areal_torch.engines.fake_gpu CASE
 
 An operator that mixes devices raises, and so does one whose result depends on a value, such as
 `nonzero`, except the reads that `Host` counts. Prints a JSON object.

@@ -1,7 +1,7 @@
 """Packed batches whose groups have images, and the same sequences alone."""
 
 import torch
-from tests.unit.areal.engines.hub_families import IMAGE, VISION_START
+from tests.unit.areal_torch.engines.hub_families import IMAGE, VISION_START
 
 from areal_torch.algorithms import packing
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.unit.areal.algorithms.test_reference_goldens import SEEDS, Case
+from tests.unit.areal_torch.algorithms.test_reference_goldens import SEEDS, Case
 
 from areal.config.training import PPOActorConfig
 from areal_torch.engines.ppo import PPOActor

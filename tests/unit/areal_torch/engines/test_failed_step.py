@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+from tests.unit.areal_torch.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.config.training import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from areal.errors import ConfigError, InvalidInput, TrainingDiverged

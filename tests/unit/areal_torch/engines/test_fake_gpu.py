@@ -37,7 +37,7 @@ def fake(tmp_path_factory):
 
     def run(*case):
         done = subprocess.run(
-            [sys.executable, "-m", "tests.unit.areal.engines.fake_gpu", json.dumps(case)],
+            [sys.executable, "-m", "tests.unit.areal_torch.engines.fake_gpu", json.dumps(case)],
             env={**os.environ, **own, "FAKE_CUDA": str(library)},
             capture_output=True,
             text=True,

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from tests.unit.areal.engines.train_fixtures import (
+from tests.unit.areal_torch.engines.train_fixtures import (
     assert_gradients_close,
     gradients,
     make_batch,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+from tests.unit.areal_torch.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.config.training import OptimizerConfig, TrainEngineConfig
 from areal_torch.engines.fsdp import FSDPEngine

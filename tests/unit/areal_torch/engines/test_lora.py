@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.areal.engines.hub_families import make_family
-from tests.unit.areal.engines.train_fixtures import gradients, make_batch, weighted_loss
+from tests.unit.areal_torch.engines.hub_families import make_family
+from tests.unit.areal_torch.engines.train_fixtures import gradients, make_batch, weighted_loss
 
 from areal.config.training import LoraConfig, OptimizerConfig, TrainEngineConfig
 from areal.errors import ConfigError, InvalidInput

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.unit.areal.engines.train_fixtures import make_batch
+from tests.unit.areal_torch.engines.train_fixtures import make_batch
 
 from areal.config.experiment import GRPOConfig
 from areal.config.training import PPOActorConfig

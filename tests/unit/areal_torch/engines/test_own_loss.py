@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.areal.engines.train_fixtures import make_batch
+from tests.unit.areal_torch.engines.train_fixtures import make_batch
 
 from areal.config.losses import LOSSES
 from areal.config.training import MicroBatchSpec, OptimizerConfig, PPOActorConfig

@@ -3,7 +3,11 @@ import statistics
 
 import pytest
 import torch
-from tests.unit.areal.engines.train_fixtures import assert_gradients_close, gradients, make_batch
+from tests.unit.areal_torch.engines.train_fixtures import (
+    assert_gradients_close,
+    gradients,
+    make_batch,
+)
 
 from areal.config.presets import PRESETS
 from areal.config.training import MicroBatchSpec, OptimizerConfig, PPOActorConfig

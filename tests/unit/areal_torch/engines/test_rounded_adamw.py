@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+from tests.unit.areal_torch.engines.train_fixtures import make_batch, weighted_loss
 from torch import nn
 
 from areal.config.training import OptimizerConfig, TrainEngineConfig

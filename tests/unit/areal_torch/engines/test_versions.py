@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from tests.unit.areal.engines.model.test_self_test import wild_model
-from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+from tests.unit.areal_torch.engines.model.test_self_test import wild_model
+from tests.unit.areal_torch.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.config.allocation import Layout
 from areal.config.training import TrainEngineConfig

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.unit.areal.engines.train_fixtures import make_batch
+from tests.unit.areal_torch.engines.train_fixtures import make_batch
 from tools.tiny_architectures import tiny_model
 
 from areal_torch.engines.model import guards

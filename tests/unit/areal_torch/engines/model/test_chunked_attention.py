@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.areal.engines.model.attention.flash_on_cpu import torch_kernels
-from tests.unit.areal.engines.tiny_families import saved
-from tests.unit.areal.engines.train_fixtures import (
+from tests.unit.areal_torch.engines.model.attention.flash_on_cpu import torch_kernels
+from tests.unit.areal_torch.engines.tiny_families import saved
+from tests.unit.areal_torch.engines.train_fixtures import (
     assert_gradients_close,
     gradients,
     make_batch,

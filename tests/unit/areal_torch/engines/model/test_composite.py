@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.unit.areal.engines.tiny_families import alone, saved, text_batch
-from tests.unit.areal.engines.train_fixtures import weighted_loss
+from tests.unit.areal_torch.engines.tiny_families import alone, saved, text_batch
+from tests.unit.areal_torch.engines.train_fixtures import weighted_loss
 from tools.gen_models import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE, errors
 from tools.tiny_architectures import COMPOSITE, tiny_model
 

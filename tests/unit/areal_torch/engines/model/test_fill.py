@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tests.unit.areal.engines.hub_families import make_family
+from tests.unit.areal_torch.engines.hub_families import make_family
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.unit.areal.engines.hub_families import FAMILIES, SEEING, make_family, scatter
+from tests.unit.areal_torch.engines.hub_families import FAMILIES, SEEING, make_family, scatter
 
 from areal.config.training import TrainEngineConfig
 from areal.errors import InvalidInput

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.areal.engines.tiny_families import saved, text_batch
-from tests.unit.areal.engines.train_fixtures import weighted_loss
+from tests.unit.areal_torch.engines.tiny_families import saved, text_batch
+from tests.unit.areal_torch.engines.train_fixtures import weighted_loss
 from tools.tiny_architectures import tiny_model
 
 from areal.config.training import LoraConfig, OptimizerConfig, RefConfig, TrainEngineConfig

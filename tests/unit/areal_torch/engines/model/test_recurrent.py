@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.areal.engines.train_fixtures import (
+from tests.unit.areal_torch.engines.train_fixtures import (
     assert_gradients_close,
     gradients,
     make_batch,
@@ -242,8 +242,9 @@ def test_choice_when_a_kernel_ignores_boundaries_then_it_is_computed_by_length()
     model = Model(Causal(), Heedless())
     assert recurrent._Trial(model.layers[0], 3, CPU, torch.float32).difference("cu_seqlens") < 1e-5
     assert recurrent._Trial(model.layers[1], 3, CPU, torch.float32).difference("cu_seqlens") > 0.1
-    assert recurrent._heeding(model.layers[0], 3, CPU, torch.float32) == ("cu_seqlens", "")
-    argument, why = recurrent._heeding(model.layers[1], 3, CPU, torch.float32)
+    heeding = recurrent._heeding(model.layers[0], 3, CPU, torch.float32, trains=True)
+    assert heeding == ("cu_seqlens", "")
+    argument, why = recurrent._heeding(model.layers[1], 3, CPU, torch.float32, trains=True)
     assert argument is None
     assert "differs by" in why
     assert "cu_seq_lens_q: TypeError" in why
@@ -286,12 +287,17 @@ def test_choice_when_a_kernel_cannot_be_trained_then_one_line_says_so_before_the
         r"this GPU; expected versions of its kernels"
     )
     with pytest.raises(CannotStart, match=message) as refusal:
-        recurrent._heeding(OnlyForward(), 3, CPU, torch.float32)
+        recurrent._heeding(OnlyForward(), 3, CPU, torch.float32, trains=True)
     assert "\n" not in str(refusal.value)
 
 
+def test_choice_when_a_frozen_model_has_kernels_without_gradients_then_they_are_used():
+    heeding = recurrent._heeding(OnlyForward(), 3, CPU, torch.float32, trains=False)
+    assert heeding == ("cu_seqlens", "")
+
+
 def test_choice_when_gradients_ignore_boundaries_then_it_is_computed_by_length():
-    argument, why = recurrent._heeding(WrongIfTold(), 3, CPU, torch.float32)
+    argument, why = recurrent._heeding(WrongIfTold(), 3, CPU, torch.float32, trains=True)
     assert argument is None
     assert "cu_seqlens: differs by" in why
 
@@ -302,7 +308,7 @@ def test_choice_when_only_torch_functions_are_there_then_it_is_computed_by_lengt
     hf = tiny_model(kind, 0)
     width = hf.config.hidden_size
     for module in {type(m): m for _, m in recurrent.modules_of(hf)}.values():
-        argument, why = recurrent._heeding(module, width, CPU, torch.float32)
+        argument, why = recurrent._heeding(module, width, CPU, torch.float32, trains=True)
         assert argument is None
         assert any(each in why for each in ("differs by", "sequences apart", "no kernels"))
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import transformers
-from tests.unit.areal.engines.hub_families import SEEING, make_family
-from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+from tests.unit.areal_torch.engines.hub_families import SEEING, make_family
+from tests.unit.areal_torch.engines.train_fixtures import make_batch, weighted_loss
 
 from areal.config.training import TrainEngineConfig
 from areal.errors import InvalidInput

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.unit.areal.engines.hub_families import IMAGE, SEEING, make_family
-from tests.unit.areal.engines.model.test_self_test import alone
-from tests.unit.areal.engines.train_fixtures import make_batch, weighted_loss
+from tests.unit.areal_torch.engines.hub_families import IMAGE, SEEING, make_family
+from tests.unit.areal_torch.engines.model.test_self_test import alone
+from tests.unit.areal_torch.engines.train_fixtures import make_batch, weighted_loss
 from transformers import AutoModelForImageTextToText
 
 from areal.config.training import OptimizerConfig, TrainEngineConfig

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.unit.areal.engines.hub_families import IMAGE, SEEING, make_family
-from tests.unit.areal.engines.image_batches import image_batch
-from tests.unit.areal.engines.train_fixtures import (
+from tests.unit.areal_torch.engines.hub_families import IMAGE, SEEING, make_family
+from tests.unit.areal_torch.engines.image_batches import image_batch
+from tests.unit.areal_torch.engines.train_fixtures import (
     assert_gradients_close,
     gradients,
     weighted_loss,

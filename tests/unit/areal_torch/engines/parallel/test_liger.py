@@ -16,8 +16,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from tests.unit.areal.engines.hub_families import make_family
-from tests.unit.areal.engines.train_fixtures import (
+from tests.unit.areal_torch.engines.hub_families import make_family
+from tests.unit.areal_torch.engines.train_fixtures import (
     assert_gradients_close,
     gradients,
     make_batch,

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from tests.unit.areal.engines.model.attention import flash_on_cpu
-from tests.unit.areal.engines.model.attention.flash_on_cpu import (
+from tests.unit.areal_torch.engines.model.attention import flash_on_cpu
+from tests.unit.areal_torch.engines.model.attention.flash_on_cpu import (
     install_packages,
     pretend_gpu,
     torch_kernels,
 )
-from tests.unit.areal.engines.model.test_self_test import MADE_RIGHT, alone, wild_model
-from tests.unit.areal.engines.train_fixtures import make_batch
+from tests.unit.areal_torch.engines.model.test_self_test import MADE_RIGHT, alone, wild_model
+from tests.unit.areal_torch.engines.train_fixtures import make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.errors import InvalidInput

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.areal.engines.model.attention.flash_on_cpu import pretend_gpu, torch_kernels
-from tests.unit.areal.engines.model.test_self_test import wild_model
+from tests.unit.areal_torch.engines.model.attention.flash_on_cpu import pretend_gpu, torch_kernels
+from tests.unit.areal_torch.engines.model.test_self_test import wild_model
 from torch.nn.attention import SDPBackend
 
 from areal.errors import CannotStart, InvalidInput

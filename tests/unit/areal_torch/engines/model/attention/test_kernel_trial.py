@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
-from tests.unit.areal.engines.model.attention.flash_on_cpu import (
+from tests.unit.areal_torch.engines.model.attention.flash_on_cpu import (
     attend,
     flash_2,
     package,
     pretend_gpu,
 )
-from tests.unit.areal.engines.model.test_self_test import MADE_RIGHT, wild_model
+from tests.unit.areal_torch.engines.model.test_self_test import MADE_RIGHT, wild_model
 
 from areal.errors import CannotStart
 from areal_torch.engines.model.attention import dispatch

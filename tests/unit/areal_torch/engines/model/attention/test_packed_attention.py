@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.unit.areal.engines.train_fixtures import make_batch
+from tests.unit.areal_torch.engines.train_fixtures import make_batch
 
 from areal.errors import InvalidInput
 from areal_torch.algorithms import packing
