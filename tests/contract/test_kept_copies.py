@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 from tests.s3_server import BUCKET, S3Server, start_s3, use
-from tests.unit.areal_torch.training.test_kept_discarded import EQUAL, discard
-from tests.unit.areal_torch.training.test_kept_rollouts import group, keep
+from tests.unit.areal.runs.test_kept_discarded import EQUAL, discard
+from tests.unit.areal.runs.test_kept_rollouts import group, keep
 
 from areal.config.services import rollouts_url
 from areal.errors import NotFound

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.unit.areal.runs.test_kept_discarded import EQUAL, NOTHING, discard
+from tests.unit.areal.runs.test_kept_rollouts import kept_run, writer_of
 from tests.unit.areal.workflows.chat_families import FAMILIES, end_of_turn, tokenizer
-from tests.unit.areal_torch.training.test_kept_discarded import EQUAL, NOTHING, discard
-from tests.unit.areal_torch.training.test_kept_rollouts import kept_run, writer_of
 
 from areal.errors import InvalidInput
 from areal.runs.rollouts.reader import Kept

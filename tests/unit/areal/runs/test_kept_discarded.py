@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pyarrow import parquet
-from tests.unit.areal_torch.training.test_kept_rollouts import group, keep, kept_run, writer_of
+from tests.unit.areal.runs.test_kept_rollouts import group, keep, kept_run, writer_of
 
 from areal.errors import InvalidInput, NotFound, Unavailable
 from areal.protocol.leases import Discarded

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pyarrow import parquet
-from tests.unit.areal_torch.training.test_kept_rollouts import group, keep, kept_run, writer_of
+from tests.unit.areal.runs.test_kept_rollouts import group, keep, kept_run, writer_of
 
 from areal.runs.rollouts.records import file_name
 from areal_launch.commands.rollouts import export

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.areal_torch.training.test_kept_rollouts import group
+from tests.unit.areal.runs.test_kept_rollouts import group
 
 from areal_torch.training.batch_rewards import describe_rewards
 
