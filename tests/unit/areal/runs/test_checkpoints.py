@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from areal_torch.training import checkpoints
+from areal.runs import checkpoints
 from areal.runs.checkpoints import DIGESTS, CheckpointFolder, describe
 
 
