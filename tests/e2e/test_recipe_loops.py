@@ -184,6 +184,7 @@ def test_arithmetic_models_when_run_then_engine_and_trainer_agree_over_updates(
     assert all(row["mismatch/max"] <= 1e-4 for row in rows)
 
 
+@pytest.mark.long
 def test_eval_only_when_run_then_every_answer_is_kept_and_nothing_is_trained(
     tmp_path: Path,
 ) -> None:

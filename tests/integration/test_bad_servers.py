@@ -133,6 +133,7 @@ async def test_server_when_it_misbehaves_then_named_and_left_out_until_it_heals(
         print(f"\n{mode}: named after {noticed:.1f} s, idle {within_s} s; tasks took {took:.1f} s")
 
 
+@pytest.mark.long
 async def test_server_when_fifty_times_slower_then_it_gets_little_and_the_others_go_on(rig, capsys):
     rig.bad.mode = "slow"
     records = await (await rig.run("slow", 30, 40))

@@ -18,7 +18,7 @@ LOSSES = {
     "constant": {"loss_aggregation": "constant", "max_response_tokens": 16},
 }
 
-pytestmark = pytest.mark.timeout(2 * LIMIT_S + 20)
+pytestmark = [pytest.mark.timeout(2 * LIMIT_S + 20), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,9 @@ from tests.offline_rig import Example
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.mark.parametrize("keys", [(), ("actor.lora={}", "direction=reverse")])
+@pytest.mark.parametrize(
+    "keys", [(), pytest.param(("actor.lora={}", "direction=reverse"), marks=pytest.mark.long)]
+)
 def test_distill_when_run_and_resumed_then_the_student_nears_its_teacher(
     tmp_path: Path, keys: tuple[str, ...]
 ) -> None:

@@ -48,7 +48,7 @@ def test_doctor_when_weights_have_16_bits_then_it_says_how_the_cpu_engine_keeps_
     ("config", "named"),
     [
         ({"model_type": "rwkv", "hidden_size": 32}, "RwkvForCausalLM .*a state that carries over"),
-        ({"model_type": "no_such"}, "no_such"),
+        pytest.param({"model_type": "no_such"}, "no_such", marks=pytest.mark.long),
         (None, r"expected a Hugging Face model directory with config\.json"),
     ],
 )

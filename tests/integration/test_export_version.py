@@ -96,6 +96,7 @@ def test_export_when_adapters_were_trained_then_merged_and_the_adapters_beside_i
     assert len(beside) == len(adapters)
 
 
+@pytest.mark.long
 def test_export_when_called_from_another_folder_then_model_path_begins_where_the_run_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

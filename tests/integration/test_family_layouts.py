@@ -15,14 +15,8 @@ LAYOUTS = {
 }
 
 
-SHORT = {"gemma3"}
-
-
-def kinds():
-    return [pytest.param(kind, marks=[pytest.mark.long] * (kind not in SHORT)) for kind in LAYOUTS]
-
-
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.long
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_gradients_when_a_family_is_spread_over_ranks_then_equal_those_of_one_rank(tmp_path, kind):
     saved(kind, tmp_path / "model")
 

@@ -9,12 +9,10 @@ from tests.integration.test_layouts import LIMIT_S, assert_weights_close, launch
 from tests.unit.areal_torch.engines.hub_families import make_family
 from tests.unit.areal_torch.engines.train_fixtures import assert_gradients_close
 
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.long]
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.long), "qwen3_vl"]
-)
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def runs(request, tmp_path_factory):
     """Ranks and kind of job -> (tensors, statistics per step)."""
     folder = tmp_path_factory.mktemp(request.param)

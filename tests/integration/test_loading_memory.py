@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.integration.stack_tools import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_ranks_when_they_load_a_model_then_together_they_hold_it_once() -> None:
     ran = subprocess.run(
         [sys.executable, str(ROOT / "tools/bench/loading.py"), "--size-mb", "320"],

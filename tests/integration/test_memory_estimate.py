@@ -16,7 +16,7 @@ from tests.integration.stack_tools import environment
     [
         {"gradient_checkpointing": False},
         pytest.param({"gradient_checkpointing": "selective"}, marks=pytest.mark.long),
-        {"dtype": "bfloat16", "gradient_checkpointing": True},
+        pytest.param({"dtype": "bfloat16", "gradient_checkpointing": True}, marks=pytest.mark.long),
     ],
     ids=str,
 )

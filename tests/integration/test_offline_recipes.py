@@ -94,6 +94,7 @@ def test_sft_when_resumed_then_it_takes_the_rows_it_would_have_taken(tmp_path: P
     )
 
 
+@pytest.mark.long
 def test_sft_when_on_two_ranks_then_it_is_what_one_computes(tmp_path: Path) -> None:
     keys = (*FEW, "total_train_steps=3", "actor.dtype=float64")
     one = Example("gsm8k_sft", tmp_path, *keys, "trial_name=one").run()

@@ -6,13 +6,15 @@ from tests.integration.test_layouts import LIMIT_S, launch
 from tests.unit.areal_torch.engines.tiny_families import saved
 from tests.unit.areal_torch.engines.train_fixtures import assert_gradients_close
 
-pytestmark = [pytest.mark.timeout(4 * LIMIT_S), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.timeout(4 * LIMIT_S),
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore"),
+]
 MODES = {"d1": "none", "d2": "selective", "d2s1": "full"}
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("qwen3_next", marks=pytest.mark.long), "ernie4_5_moe"]
-)
+@pytest.mark.parametrize("kind", ["qwen3_next", "ernie4_5_moe"])
 def test_gradients_when_exact_parameters_are_sharded_then_equal_those_of_one_rank(tmp_path, kind):
     saved(kind, tmp_path / "model", scale=0.3)
 

@@ -234,6 +234,7 @@ def _trained(stack: Stack, step: int) -> list[int]:
     return [v for v, sampled in zip(seen["versions"], seen["mask"], strict=True) if sampled]
 
 
+@pytest.mark.long
 async def test_trace_when_its_worker_leaves_then_a_second_lease_goes_on_in_it(
     stack: Stack, receiver: Receiver, tmp_path: Path
 ) -> None:

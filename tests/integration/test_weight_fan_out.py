@@ -67,6 +67,7 @@ def given(rig: WeightSyncRig) -> int:
     return int(counters.write_chars)
 
 
+@pytest.mark.long
 async def test_version_when_16_servers_take_it_then_weight_sync_writes_one_copy(
     model: Path, tmp_path: Path
 ) -> None:

@@ -159,7 +159,7 @@ async def test_stale_server_when_beside_one_real_engine_then_it_is_the_one_quara
     assert CAUSES["stale"] in (await rig.until(bad.url, QUARANTINED)).cause
 
 
-@pytest.mark.parametrize("mode", ["retract", "abort"])
+@pytest.mark.parametrize("mode", ["retract", pytest.param("abort", marks=pytest.mark.long)])
 async def test_interrupt_when_not_in_place_then_requests_are_recomputed_or_aborted(
     tmp_path, redis, nats_server, tiny_model, mode
 ):
