@@ -18,6 +18,7 @@ from areal.errors import ConfigError
 
 HUB = "hf://"
 _FETCHED = Path("models")
+_RUNS = Path("runs")  # the default of `run_root`: what recipes create for a run is there
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^\s@]+)?")
 
 
@@ -50,4 +51,4 @@ def find_model(path: str, *, made: bool) -> tuple[Path, str]:
 
 def _has_place(folder: Path) -> bool:
     """Whether the folder may be here already, or be created next to others."""
-    return folder.parent == _FETCHED or folder.parent.exists()
+    return folder.parent in (_FETCHED, _RUNS) or folder.parent.exists()
