@@ -62,7 +62,8 @@ def uses(folders: Iterable[Path]) -> list[Use]:
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
             where = str(path.relative_to(ROOT))
-            found += _Reader(where, "areal_torch/engines" in where).read(ast.parse(path.read_text()))
+            reader = _Reader(where, "areal_torch/engines" in where)
+            found += reader.read(ast.parse(path.read_text()))
     return found
 
 

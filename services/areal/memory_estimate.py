@@ -430,9 +430,10 @@ def ways_out(
     if lighter:
         activations.insert(0, f"actor.gradient_checkpointing={' or '.join(lighter)}")
     states = [f"more ranks to shard over ({setting.layout.ranks})"]
-    if setting.gpu and engine.optimizer is not None and engine.optimizer.moments != "bfloat16":
+    optimizer = engine.optimizer
+    if setting.gpu and optimizer and (optimizer.type, optimizer.moments) == ("adamw", "float32"):
         states.append("actor.optimizer.moments=bfloat16")
-    if setting.gpu and not engine.offload:
+    if setting.gpu and not engine.offload and not (optimizer and optimizer.type == "muon"):
         states.append("actor.offload=true")
     ways = {"activations": activations, "states": states, "reference": ["ref.offload=true"]}
     largest = "activations" if need is None else need.largest

@@ -19,6 +19,11 @@ DENSE = {1: ["d1"], 2: ["d2", "d2s1", "d1t2", "d1c2"], 4: ["d2t2", "d2c2", "d1t2
 # With adapters, whose model is not spread over a tensor group.
 LORA = {1: ["d1"], 2: ["d2", "d1c2"], 4: ["d4s2", "d2c2"]}
 EXPERTS = {1: ["d1"], 2: ["d2", "d2e2"], 4: ["d4e2", "d2t2e2", "d2t2e4", "d2c2e2"]}
+MUON = {
+    1: [("qwen3", "d1"), ("qwen3_moe", "d1")],
+    2: [("qwen3", "d2"), ("qwen3", "d1c2"), ("qwen3_moe", "d2"), ("qwen3_moe", "d2e2")],
+    4: [("qwen3", "d2t2"), ("qwen3_moe", "d2t2e2")],
+}
 # Expert parallelism is turned off, then on.
 RESUMED = {"qwen3": ["d4", "d2t2", "d2c2"], "qwen3_moe": ["d2t2e2", "d4", "d4e2"]}
 
@@ -71,15 +76,20 @@ def runs(tmp_path_factory):
     }
     launches = []
 
-    def job(kind, layout, dtype, lora=None, **extra):
+    def job(kind, layout, dtype, lora=None, muon=False, **extra):
         name = f"{kind}-{layout}-{dtype}-{'-'.join(extra)}" + ("-lora" if lora else "")
+        name += "-muon" if muon else ""
         config = {
             "lora": lora,
             "path": models[kind],
             "dtype": dtype,
             "layout": layout,
             "gradient_checkpointing": False,
-            "optimizer": {"lr": 1e-3, "gradient_clipping": 0.05},
+            "optimizer": {
+                "type": "muon" if muon else "adamw",
+                "lr": 1e-3,
+                "gradient_clipping": 0.05,
+            },
             "reward_norm": "group/group",
             "mb_spec": {"max_tokens_per_mb": 70},
         }
@@ -98,6 +108,8 @@ def runs(tmp_path_factory):
         for layout in EXPERTS[ranks]:
             jobs.append(job("qwen3_moe", layout, "float32", gradients=True, seeds=[0]))
             jobs.append(job("qwen3_moe", layout, "float64"))
+        for kind, layout in MUON[ranks]:
+            jobs.append(job(kind, layout, "float64", muon=True))
         if ranks == 2:  # Ulysses over another kernel
             over = {"gradients": True, "seeds": [0], "kernel": "varlen"}
             jobs.append(job("qwen3", "d1c2", "float32", **over))
@@ -175,6 +187,13 @@ def test_weights_when_trained_in_a_layout_then_equal_those_of_one_rank(runs, lay
         for name in ("loss", "grad_norm", "reward"):
             assert a[name] == pytest.approx(b[name], rel=1e-8)
     assert max(row["grad_norm"] for row in rows1) > 0.05  # clipping took part
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "layout"), [*MUON[2], *MUON[4]])
+def test_weights_when_muon_trains_in_a_layout_then_equal_those_of_one_rank(runs, kind, layout):
+    (ours, _), (one, _) = (runs[f"{kind}-{each}-float64--muon"] for each in (layout, "d1"))
+    assert_weights_close(ours, one, 1e-9)
 
 
 @pytest.mark.parametrize("layout", others(EXPERTS))

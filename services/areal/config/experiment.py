@@ -280,6 +280,7 @@ def validate(config: BaseExperimentConfig) -> None:
         _complete(config)
         if config.actor.lora is not None:
             layout.check_adapters()
+        config.actor.check_optimizer()
         if config.actor.kernels == "compile":
             layout.check_compiled()
         for engine in (config.actor, config.ref):

@@ -17,6 +17,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from areal.config.losses import LossType
+from areal.errors import ConfigError
 
 # OmegaConf neither reads nor writes such a field.
 _NOT_A_KEY = {"omegaconf_ignore": True}
@@ -24,6 +25,7 @@ _NOT_A_KEY = {"omegaconf_ignore": True}
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 Checkpointing = Literal["none", "selective", "full", "offload"]
 Moments = Literal["float32", "bfloat16"]
+OptimizerType = Literal["adamw", "muon"]
 Kernels = Literal["auto", "eager", "compile", "liger"]
 Attention = Literal[
     "auto",
@@ -48,7 +50,12 @@ AdvantageNorm = Literal["batch/batch", "batch/none", "none/batch"]
 
 @dataclass
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule and gradient clipping."""
+    """The optimizer, its learning-rate schedule and gradient clipping."""
+
+    type: OptimizerType = "adamw"
+    """`muon`: the matrices of the layers are updated by Muon, which keeps one float32 moment of
+    them instead of two; embeddings, head, norms and biases by AdamW. Rates and weight decay mean
+    the same as for `adamw`."""
 
     lr: Annotated[float, Ge(0)] = 1.7e-5
     """Peak learning rate."""
@@ -208,7 +215,7 @@ class TrainEngineConfig(EngineConfig):
     tokens and more; no sliding windows) is taken only if it is named. A kernel that is named and
     does not work ends the run. On a CPU there is only `packed`."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
-    """AdamW and its learning-rate schedule; null for a model that is not trained."""
+    """The optimizer and its learning-rate schedule; null for a model that is not trained."""
     largest_micro_batch: int = field(default=0, metadata=_NOT_A_KEY)
     """Tokens for which memory is estimated: a sequence longer than the budget forms a micro-batch
     of its own. 0: the budget."""
@@ -218,6 +225,18 @@ class TrainEngineConfig(EngineConfig):
     """Train adapters instead of the whole model, with about ten times the learning rate.
     `actor.lora={}` uses the defaults; null trains the whole model. With an empty `ref.path`, the
     reference is the actor without its adapters."""
+
+    def check_optimizer(self) -> None:
+        """Raises ConfigError if the optimizer cannot be had with the other settings."""
+        if self.optimizer is None or self.optimizer.type != "muon":
+            return
+        for wrong, key, expected in (
+            (self.lora is not None, "lora", "null, because adapters have few directions"),
+            (self.offload, "offload", "false, because whole matrices are gathered on the GPU"),
+            (self.optimizer.moments != "float32", "optimizer.moments", "float32"),
+        ):
+            if wrong:
+                raise ConfigError(f"actor.{key}: expected {expected}, with optimizer.type muon")
 
 
 @dataclass

@@ -200,6 +200,14 @@ def _server_flag(key: str) -> Rule:
     return Rule(f"`{flag}` in `stack.inference_command`", apply)
 
 
+def _optimizer(out: Converted, value: str) -> None:
+    kinds = {"adam": "adamw", "adamw": "adamw", "muon": "muon"}
+    if value in kinds:
+        out.keys["actor.optimizer.type"] = kinds[value]
+    else:
+        out.note(f"actor.optimizer.type {value!r}", f"expected one of {', '.join(kinds)}")
+
+
 def _only(key: str, supported: tuple[str, ...], ours: str | None = None) -> Rule:
     """Converts a choice of which we support only some values."""
 
@@ -293,7 +301,9 @@ RULES: dict[str, str | Rule] = {
     "actor.mb_spec": Rule(
         "no counterpart; only the token budget, `actor.mb_spec.max_tokens_per_mb`, can be set"
     ),
-    "actor.optimizer.type": _only("actor.optimizer.type", ("adam", "adamw")),
+    "actor.optimizer.type": Rule(
+        "`actor.optimizer.type`: `adam` and `adamw` are `adamw` here; `muon`", _optimizer
+    ),
     "actor.optimizer": Rule("cannot be set; the value is the same in all runs"),
     "actor.weight_update_mode": Rule(
         "`weight_sync.transport`: `disk` for AReaL's `disk`, `distributed` for its other modes",

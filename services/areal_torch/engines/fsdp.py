@@ -67,6 +67,8 @@ class FSDPEngine(TrainEngine):
     """
 
     def __init__(self, config: TrainEngineConfig | RefConfig) -> None:
+        if isinstance(config, TrainEngineConfig):
+            config.check_optimizer()
         """Keep the configuration; nothing is loaded before `initialize`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""AdamW, with moments in float32 or in bfloat16 with stochastic rounding.
+"""AdamW, with moments in float32 or in bfloat16 with stochastic rounding; or Muon (see `muon`).
 
 With bfloat16, two bytes instead of four are kept of each moment. A step widens them piece by piece,
 runs the fused float32 kernel, and rounds them to one of the two nearest bfloat16 values, up with a
@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from areal.config.training import OptimizerConfig
+from areal_torch.engines.model.guards import decoder_of
 from areal_torch.engines.model.packed import PackedCausalLM
+from areal_torch.engines.muon import MuonAdamW
 from areal_torch.engines.parallel import gradients
 
 PIECE = 1 << 25
@@ -29,26 +31,45 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Make AdamW; norms, biases and the decays of states have no weight decay.
+    """Make the optimizer; norms, biases and the decays of states have no weight decay.
 
     A state's decay is exp(-exp(A_log) dt), and Mamba 1 has a matrix of A_log: pulled to 0, it would
     change how long each layer remembers, whatever the loss says.
     """
     decays = {id(p) for name, p in model.named_parameters() if name.endswith(_STATE_DECAYS)}
+    matrices = {id(p) for p in _matrices(model)} if config.type == "muon" else set[int]()
     # Fused AdamW takes tensors of one mesh at a time.
     groups = [
-        {"params": chosen, "weight_decay": decay}
+        {"params": chosen, "weight_decay": decay, "muon": muon}
         for same in gradients.by_mesh(p for p in model.parameters() if p.requires_grad)
-        for decay, chosen in (
-            (config.weight_decay, [p for p in same if p.ndim >= 2 and id(p) not in decays]),
-            (0.0, [p for p in same if p.ndim < 2 or id(p) in decays]),
+        for muon, decay, chosen in (
+            (True, config.weight_decay, [p for p in same if id(p) in matrices]),
+            (
+                False,
+                config.weight_decay,
+                [p for p in same if p.ndim >= 2 and id(p) not in decays | matrices],
+            ),
+            (False, 0.0, [p for p in same if p.ndim < 2 or id(p) in decays]),
         )
         if chosen
     ]
-    kind = RoundedAdamW if config.moments == "bfloat16" else torch.optim.AdamW
+    kind = torch.optim.AdamW
+    if config.type == "muon":
+        kind = MuonAdamW
+    elif config.moments == "bfloat16":
+        kind = RoundedAdamW
     return kind(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
     )
+
+
+def _matrices(model: PackedCausalLM) -> Iterator[nn.Parameter]:
+    """The weights of linear layers and of experts; not embeddings, the head, or routers."""
+    for name, module in decoder_of(model.hf).named_modules():
+        for last, parameter in module.named_parameters(recurse=False):
+            stacked = "experts" in name and parameter.ndim == 3
+            if stacked or (isinstance(module, nn.Linear) and last == "weight"):
+                yield parameter
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -60,6 +81,9 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     dtype = torch.bfloat16 if isinstance(optimizer, RoundedAdamW) else None
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if group.get("muon"):
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+                continue
             # Where fused AdamW expects it.
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)
             moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in _MOMENTS}
