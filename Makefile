@@ -14,7 +14,7 @@ export MKL_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup gpu-kit demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models signatures lock manifests e2e-kubernetes verify bench scale soak learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-clients test-agents-sdk test-verifiers test-liger test-transformers images e2e-compose clean
+.PHONY: help setup gpu-kit demo test test-fast test-changed test-failed test-long test-all durations mutants chaos chaos-short chaos-sessions elastic elastic-sglang fuzz lint format typecheck imports layout proto docs models signatures lock manifests e2e-kubernetes verify bench scale soak learn examples e2e-kubernetes-run e2e-ray e2e-slurm sglang sglang-gpu test-sglang test-harness test-clients test-agents-sdk test-verifiers test-liger test-transformers images e2e-compose clean
 
 ##@ Start
 
@@ -85,6 +85,12 @@ chaos: $(STAMP) ## Train while processes are killed at random (CHAOS_MINUTES=3 C
 chaos-short: $(STAMP) ## Run chaos for a minute and a half
 	CHAOS_MINUTES=1.5 $(BIN)/python -m pytest -q -s tests/chaos/test_chaos.py $(ARGS)
 
+chaos-sessions: $(STAMP) ## Kill what serves outside agents, in 200 sessions with 30 kills for each seed (CHAOS_SEEDS='0 1 2')
+	for seed in $(or $(CHAOS_SEEDS),0 1 2); do \
+		CHAOS_SEED=$$seed CHAOS_AGENTS=$${CHAOS_AGENTS:-200} CHAOS_KILLS=$${CHAOS_KILLS:-30} \
+			$(BIN)/python -m pytest -q -s tests/chaos/test_sessions.py $(ARGS) || exit 1; \
+	done
+
 elastic: $(STAMP) ## Train while the number of servers changes (2, 4, 1, 3) and one is killed (ELASTIC_SEED=0 ELASTIC_STEPS=120)
 	$(BIN)/python -m pytest -q -s tests/chaos/test_elastic.py $(ARGS)
 
@@ -123,7 +129,7 @@ test-harness: $(STAMP) sglang ## Test mini-swe-agent, Claude Code and Codex, unm
 	npm install --silent --no-audit --no-fund --prefix .venv-harness @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
 	AREAL_TEST_HARNESS=$(CURDIR)/.venv-harness AREAL_TEST_SGLANG=1 $(BIN)/python -m pytest -q tests/integration/test_cli_harness.py $(ARGS)
 
-test-clients: $(STAMP) ## Test LangChain, LiteLLM, AI SDK and others, thirteen clients, unmodified, as agents (downloads them into .venv-clients)
+test-clients: $(STAMP) ## Test LangChain, LiteLLM, AI SDK and others, thirteen clients, unmodified, as agents (downloads them into .venv-clients; AREAL_TEST_SGLANG=1 after make sglang: on SGLang too)
 	$(BIN)/python -m venv .venv-clients
 	.venv-clients/bin/pip install -q uv==0.13.9
 	.venv-clients/bin/uv pip install -q --python .venv-clients/bin/python openai==3.57.0 anthropic==2.14.0 langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2 'pydantic-ai-slim[openai]==2.38.0' 'smolagents[openai]==1.26.0' dspy==3.4.1 openai-agents==0.24.0 inspect-ai==0.3.285

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -100,6 +100,8 @@ class Stack:
         self.config_file = folder / "config.yaml"
         self.processes: dict[str, Process] = {}
         self.metrics: dict[str, str] = {}
+        self.addresses: dict[str, str] = {}
+        """Where each service listens."""
 
     def inference(self, name: str, url: str, *, context: int = 2048) -> None:
         port = url.rsplit(":", maxsplit=1)[-1]
@@ -110,12 +112,16 @@ class Stack:
             *("--context-length", str(context), "--max-running-requests", "64"),
         )
 
-    def service(self, name: str, address: str, process: str = "") -> None:
-        """Starts a service and waits until it serves."""
-        metrics = self.metrics[process or name] = f"127.0.0.1:{free_port()}"
-        self.processes[process or name] = Process(
-            self.folder / f"{process or name}.log",
-            f"areal_{name}",
+    def service(
+        self, name: str, address: str, process: str = "", *, under: Sequence[str] = ()
+    ) -> None:
+        """Starts a service; `under`: the module that runs the service's module, and arguments."""
+        process = process or name
+        metrics = self.metrics[process] = f"127.0.0.1:{free_port()}"
+        self.addresses[process] = address
+        self.processes[process] = Process(
+            self.folder / f"{process}.log",
+            *(*under, f"areal_{name}"),
             *("--config", str(self.config_file), "--listen", address, "--metrics", metrics),
         )
 
@@ -149,9 +155,9 @@ class Stack:
         self.processes.pop(process).end()
 
     def close(self) -> None:
-        # First of all: it hands its leases to the ledger.
-        if "rollout" in self.processes:
-            self.end("rollout")
+        # First of all: they hand their leases to the ledger.
+        for name in [each for each in self.processes if each.startswith("rollout")]:
+            self.end(name)
         for process in self.processes.values():
             if process._process.poll() is None:
                 process.terminate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -99,7 +100,8 @@ class Groups:
     ) -> bool:
         self.group = group
         lengths = tuple(len(each.input_ids) for each in group.trajectories)
-        done = Completion(task_id, token, pack_group(group), 3, lengths, 1, 0.0)
+        packed = await asyncio.to_thread(pack_group, group)
+        done = Completion(task_id, token, packed, 3, lengths, 1, 0.0)
         (recorded,) = await self._book.store.complete([done], limit=EMPTY)
         if isinstance(recorded, ArealError):
             raise recorded

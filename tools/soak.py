@@ -11,6 +11,7 @@ three standard errors; a short run cannot tell.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -30,6 +31,10 @@ EXAMPLE = ROOT / "examples" / "arithmetic_grpo.py"
 MIB = 2**20
 MOST_MIB = 1.0
 """Growth of a process in 1,000 steps."""
+_FEW = 3
+"""Samples on either side of a jump, at least."""
+_MOST_ALIKE = 0.98
+"""Correlation of the noise of one sample with that of the next, at most."""
 SMALL = (
     *("experiment_name=soak", "trial_name=soak", "total_train_steps=10000000"),
     *("allocation_mode=sglang:d1+fsdp:d1", "train_dataset.batch_size=4", "gconfig.n_samples=2"),
@@ -47,22 +52,51 @@ class Slope:
     per_1000: float
     """In 1,000 steps, fitted over the second half."""
     error: float
-    """The standard error of `per_1000`; infinite for fewer than three samples."""
+    """The standard error of `per_1000`, for noise in which each sample resembles the one before;
+    infinite for fewer than three samples."""
 
 
 def slope(steps: Sequence[float], values: Sequence[float]) -> Slope:
-    """Fits the second half of the samples by least squares; both have at least one value."""
+    """Fits the second half of the samples by least squares; both have at least one value.
+
+    One jump is allowed for if it explains most of what a line does not: an allocator keeps tens of
+    MiB from one moment on. Growth is what repeats.
+    """
     half = len(steps) // 2
     x, y = steps[half:], values[half:]
-    count = len(x)
-    middle, mean = sum(x) / count, sum(y) / count
-    spread = sum((each - middle) ** 2 for each in x)
-    if not spread:
-        return Slope(values[0], values[-1], 0.0, math.inf)
-    found = sum((a - middle) * (b - mean) for a, b in zip(x, y, strict=True)) / spread
-    rest = sum((b - mean - found * (a - middle)) ** 2 for a, b in zip(x, y, strict=True))
-    error = math.sqrt(rest / (count - 2) / spread) if count > 2 else math.inf
+    count, free = len(x), 2
+    found, spread, rest = _fit(x, y, 0)
+    jumps = [_fit(x, y, at) for at in range(_FEW, count - _FEW + 1)]
+    best = min(jumps, key=lambda fit: _squares(fit[2]), default=(found, spread, rest))
+    if 2 * _squares(best[2]) < _squares(rest):
+        (found, spread, rest), free = best, 3
+    if not spread or count <= free:
+        return Slope(values[0], values[-1], 1000 * found, math.inf)
+    error = math.sqrt(_squares(rest) / (count - free) / spread)
+    if error:
+        # Samples that resemble the one before say less than independent ones (the usual
+        # correction for noise of first order).
+        alike = sum(one * next_ for one, next_ in itertools.pairwise(rest)) / _squares(rest)
+        alike = min(max(alike, 0.0), _MOST_ALIKE)
+        error *= math.sqrt((1 + alike) / (1 - alike))
     return Slope(values[0], values[-1], 1000 * found, 1000 * error)
+
+
+def _fit(x: Sequence[float], y: Sequence[float], at: int) -> tuple[float, float, list[float]]:
+    """Slope, spread of x and residuals of a line that jumps at one sample (0: nowhere)."""
+    along, up = [*_centered(x[:at]), *_centered(x[at:])], [*_centered(y[:at]), *_centered(y[at:])]
+    spread = _squares(along)
+    found = sum(a * b for a, b in zip(along, up, strict=True)) / spread if spread else 0.0
+    return found, spread, [b - found * a for a, b in zip(along, up, strict=True)]
+
+
+def _centered(values: Sequence[float]) -> list[float]:
+    mean = sum(values) / len(values) if values else 0.0
+    return [each - mean for each in values]
+
+
+def _squares(values: Sequence[float]) -> float:
+    return sum(each**2 for each in values)
 
 
 def growing(slopes: Mapping[str, Slope]) -> list[str]:

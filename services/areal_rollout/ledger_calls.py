@@ -14,6 +14,9 @@ from areal.types import LLMResponse, Score, StopReason, TaskState
 from areal.v1 import buffer_service_pb2 as pb
 from areal_rollout.session_cache import CachedCalls
 
+_LAST, _CHUNK = 16, 1024
+"""How many ids are compared first, and at once."""
+
 
 class LedgerCalls:
     """A `CallStore` for one request: what the ledger has, and what the request adds.
@@ -192,10 +195,10 @@ class LedgerCalls:
             start = ends.get(prompt.extends) if prompt.HasField("extends") else 0
             if start is None or not call.answer.token_ids:
                 continue
-            own = [*prompt.token_ids, *call.answer.token_ids]
-            if ids[start : start + len(own)] == own:
-                ends[call.number] = start + len(own)
-                best = max(best, (call.number, start + len(own)), key=lambda each: each[1])
+            end = _end_of(ids, start, (prompt.token_ids, call.answer.token_ids))
+            if end is not None:
+                ends[call.number] = end
+                best = max(best, (call.number, end), key=lambda each: each[1])
         return best
 
     def _prompt(self, number: int) -> list[int]:
@@ -237,3 +240,23 @@ class LedgerCalls:
             # Redis came back without its latest writes, which this worker still has.
             self._lost()
             raise Unavailable(f"{error}: try again in 1 s") from None
+
+
+def _end_of(ids: list[int], start: int, parts: Sequence[Sequence[int]]) -> int | None:
+    """Where parts that follow each other end in `ids`; None: they are not at `start`.
+
+    In a session in which every answer splits, each call has a whole prompt, so few of its ids may
+    be looked at. An agent that rewrites its answers changes what is last, a clock in the system
+    prompt what is first.
+    """
+    end = start + sum(map(len, parts))
+    last = list(parts[-1][-_LAST:])
+    if end > len(ids) or ids[end - len(last) : end] != last:
+        return None
+    for part in parts:
+        for at in range(0, len(part), _CHUNK):
+            piece = list(part[at : at + _CHUNK])
+            if ids[start : start + len(piece)] != piece:
+                return None
+            start += len(piece)
+    return end

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import numpy as np
 import openai
 import pytest
 from tests.buffer_client import BufferClient
-from tests.integration.gateway_agents import Refused, agents_stack, request, serves
+from tests.chaos.session_faults import Kills, under
+from tests.integration.gateway_agents import Refused, agents_stack, request
 from tests.integration.one_port import one_port
-from tests.integration.stack_tools import eventually
 from tests.integration.test_sandbox import REASON
 from tests.ports import free_port
 from tests.redis_server import RedisServer
@@ -28,11 +29,13 @@ from areal.clients.sandbox import LentBox, SandboxClient
 from areal.config.experiment import save_config
 from areal.errors import ArealError, CapacityExceeded, NotFound, Unavailable, WaitTimeout
 from areal.protocol.boxes import Limits, Outcome
+from areal.protocol.leases import TaskRecord
 from areal.types import TrajectoryGroup
 
-# The full run: CHAOS_AGENTS=200 CHAOS_ROUNDS=4.
+# The full run, `make chaos-sessions`: CHAOS_AGENTS=200 CHAOS_KILLS=30, with three seeds.
 AGENTS = int(os.environ.get("CHAOS_AGENTS", "60"))
-ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "2"))
+KILLS = int(os.environ.get("CHAOS_KILLS", "15"))
+GATEWAYS = WORKERS = 3  # each gateway has one connection, to a worker of its own
 AT_ONCE = 20
 TURNS = 3
 # Under load a killed service is away for a minute, and silence must not be what ends most sessions.
@@ -201,42 +204,6 @@ async def persist(call: Callable[[], Any], tries: int = 300) -> Any:
     raise AssertionError(last)
 
 
-async def kill_all(whole: Stack, urls: list[str], redis: RedisServer, chance: random.Random) -> int:
-    """kill -9 of each process in turn, in any order; each is started again at once."""
-    ends, kills = whole.config.endpoints, 0
-
-    def service(name: str, address: str, process: str) -> None:
-        whole.processes[process].kill()
-        whole.service(name, address, process)
-
-    def store() -> None:
-        redis.kill()
-        redis.start()
-
-    def server() -> None:
-        whole.processes["inference-0"].kill()
-        whole.inference("inference-0", ends.inference[0])
-
-    victims: list[Callable[[], None]] = [
-        lambda: service("gateway", urls[0].removeprefix("http://"), "gateway-0"),
-        lambda: service("gateway", urls[1].removeprefix("http://"), "gateway-1"),
-        lambda: service("rollout", ends.rollout, "rollout"),
-        lambda: service("buffer", ends.buffer, "buffer"),
-        lambda: service("weight_sync", ends.weight_sync, "weight_sync"),
-        lambda: service("sandbox", ends.sandbox, "sandbox"),
-        store,
-        server,
-    ]
-    for _ in range(ROUNDS):
-        for victim in chance.sample(victims, len(victims)):
-            await asyncio.sleep(chance.uniform(0.5, 3.0))
-            await asyncio.to_thread(victim)
-            kills += 1
-            for url in urls:
-                await asyncio.to_thread(eventually, lambda: serves(url), url, 120.0)  # noqa: B023
-    return kills
-
-
 def start_sandbox(whole: Stack) -> None:
     """Adds a sandbox service; where there are no user namespaces, its weaker mode."""
     whole.config.sandbox.boxes = 16
@@ -253,12 +220,20 @@ async def test_sessions_when_everything_is_killed_then_each_is_trained_once_or_e
 ) -> None:
     seed = int(os.environ.get("CHAOS_SEED", random.randrange(10**6)))
     began = time.monotonic()
-    print(f"CHAOS_SEED={seed} CHAOS_AGENTS={AGENTS} CHAOS_ROUNDS={ROUNDS}")
+    print(f"CHAOS_SEED={seed} CHAOS_AGENTS={AGENTS} CHAOS_KILLS={KILLS}")
     redis = RedisServer(tmp_path / "redis", "always")
     redis.start()
     try:
-        with agents_stack(tmp_path, 2, redis=redis.url, lease_ttl_s=5.0) as (whole, urls):
+        with agents_stack(
+            tmp_path,
+            GATEWAYS,
+            WORKERS,
+            partial(under, tmp_path),
+            redis=redis.url,
+            lease_ttl_s=5.0,
+        ) as (whole, urls):
             start_sandbox(whole)
+            kills = Kills(whole, urls, redis, seed)
             sandbox = SandboxClient(whole.config.endpoints.sandbox)
             trainer = Trainer(whole.config.endpoints.buffer)
             training = asyncio.create_task(trainer.run())
@@ -271,7 +246,7 @@ async def test_sessions_when_everything_is_killed_then_each_is_trained_once_or_e
                     )
                     for number in range(AGENTS)
                 ]
-                kills = await kill_all(whole, urls, redis, random.Random(seed))
+                await kills.run(KILLS)
                 left = sum(not each.done() for each in agents)
                 told = await asyncio.wait_for(asyncio.gather(*agents), AGENTS_S)
             trainer.stopping = True
@@ -285,26 +260,51 @@ async def test_sessions_when_everything_is_killed_then_each_is_trained_once_or_e
     finally:
         redis.kill()
     counts = {state.value: tasks for state, tasks in stats.counts.items() if tasks}
-    print(f"{kills} kills, {left} agents left at the last; {Counter(state for _, state in told)}")
-    print(f"{counts}; refusals {dict(seen)}, of boxes {dict(lost_boxes)}")
+    found = [
+        outcome(number, state, record, trainer)
+        for number, ((_, state), record) in enumerate(zip(told, records, strict=True))
+    ]
+    ends = Counter(end for end, _ in found)
+    answers = sum(number for _, number in found)
+    twice = sum(times - 1 for times in Counter(trainer.trained).values())
+    print(f"{KILLS} kills, {left} agents left at the last: {dict(kills.done)}")
+    print(f"{dict(ends)}; {answers} rewarded answers trained on; {twice} sessions trained on twice")
+    print(f"refusals {dict(seen)}, of boxes {dict(lost_boxes)}")
     print(f"{(time.monotonic() - began) / 60:.1f} min, load {os.getloadavg()}")
-    print(Counter(record.reason for record in records if record.state == "expired"))
     # Each has a cause that we name: an unforeseen error would be a 500.
     assert set(seen) <= {"connection", "429", "503", "504"}
-    assert set(counts) <= {"trained", "expired"}
+    assert set(ends) <= {"trained", "expired"}, found
     # An answer to POST /v1/sessions that is lost leaves no session that no one drives.
-    assert sum(counts.values()) == stats.submitted == AGENTS
-    assert Counter(trainer.trained).most_common(1)[0][1] == 1
+    assert dict(ends) == counts
+    assert stats.submitted == AGENTS
+    assert twice == 0
     assert len(trainer.trained) == counts["trained"]
-    for number, ((task_id, state), record) in enumerate(zip(told, records, strict=True)):
-        assert record.state == ("expired" if state == "expired" else "trained"), record
-        if record.state == "expired":
-            assert record.reason
-            continue
-        *alike, trajectory = trainer.groups[task_id].trajectories
-        own = [number + index / 4 for index in range(1, alike_of(number) + 1)]
-        assert sorted(each.reward for each in alike) == own
-        assert trajectory.reward == number
-        turns = np.diff(trajectory.loss_mask.astype(int), prepend=0)
-        assert int((turns == 1).sum()) == TURNS
     assert counts["trained"] > 0.8 * AGENTS
+    assert sum(kills.done.values()) == KILLS
+
+
+def outcome(number: int, told: str, record: TaskRecord, trainer: Trainer) -> tuple[str, int]:
+    """How an agent's session ended, and how many answers that had a reward were trained on.
+
+    Args:
+        number: The agent.
+        told: How its session ended, as far as it knows.
+        record: Its task.
+        trainer: What trained.
+
+    Returns:
+        "trained": each rewarded answer is trained on, and nothing else. "expired": the record names
+        the cause. Otherwise, what is wrong.
+    """
+    if record.state == "expired":
+        return ("expired" if told == "expired" and record.reason else f"expired: {record}"), 0
+    if record.state != "trained" or told == "expired":
+        return f"agent {number} was told {told}: {record}", 0
+    *alike, trajectory = trainer.groups[record.task.task_id].trajectories
+    own = [number + index / 4 for index in range(1, alike_of(number) + 1)]
+    if (rewards := sorted(each.reward for each in alike)) != own or trajectory.reward != number:
+        return f"agent {number} gave {own} and {number}: {rewards} and {trajectory.reward}", 0
+    turns = int((np.diff(trajectory.loss_mask.astype(int), prepend=0) == 1).sum())
+    if turns != TURNS:
+        return f"agent {number} had {TURNS} answers: {turns}", 0
+    return "trained", len(own) + 1

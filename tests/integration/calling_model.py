@@ -2,6 +2,7 @@
 
     \\n ──> letters ──> <tool_call> ──> echo ──> digits ──> >> made.txt ──> </tool_call> ──> end
           └──┘ 1/2                            └──┘ 1/2
+    :  ──> letters ──> end
 
 The letters and digits are sampled, so that no two answers are alike, and each is a call. It is a
 Qwen2 whose one layer adds nothing: embeddings are unit vectors, the head is the table of
@@ -18,19 +19,29 @@ import torch
 from tests.unit.areal.workflows.chat_families import FAMILIES, template, tokenizer
 
 FILE = "made.txt"
-_CALL = '\n{"name": "bash", "arguments": {"command": "echo ', f' >> {FILE}"}}}}\n'
+ECHO = '\n{"name": "bash", "arguments": {"command": "echo ', f' >> {FILE}"}}}}\n'
+ADD = '\n{"name": "add", "arguments": {"a": 1', ', "b": 2}}\n'
+_BEGIN = "<|im_start|>assistant\\n"
+_AFTER_TOOL = "<|im_start|>assistant\\n:"
 _HIDDEN = 512
 _NEVER = -30.0
 """Logprob of what must not come, before the head's sum to 1."""
 
 
-def make_calling_model(folder: Path, context: int) -> None:
-    """Writes it, with the tokenizer and the chat template of Qwen2.5."""
+def make_calling_model(folder: Path, context: int, call: tuple[str, str] = ECHO) -> None:
+    """Writes it, with the tokenizer and the chat template of Qwen2.5.
+
+    Args:
+        folder: Where.
+        context: Longest sequence, in tokens.
+        call: What is before and after a call's digits. If it is `ADD`, the template begins the
+            answer to a tool's result with a colon, and the model continues with letters.
+    """
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     known = tokenizer("qwen2.5")
     backend = type(known.backend).from_str(known.backend.to_str())
-    backend.add_tokens(list(_CALL))
+    backend.add_tokens(list(call))
     end = FAMILIES["qwen2.5"][0][0]
     size = backend.get_vocab_size()
 
@@ -41,9 +52,10 @@ def make_calling_model(folder: Path, context: int) -> None:
 
     # What is not named here never comes after anything, and all follows it alike.
     follows = torch.full((size, size), _NEVER)
-    chain = [ids("Ċ"), ids(*"abcdef"), ids("<tool_call>"), ids(_CALL[0]), ids(*"0123456789")]
-    chain += [ids(_CALL[1]), ids("</tool_call>"), ids(end)]
-    for now, then in pairwise(chain):
+    chain = [ids("Ċ"), ids(*"abcdef"), ids("<tool_call>"), ids(call[0]), ids(*"0123456789")]
+    chain += [ids(call[1]), ids("</tool_call>"), ids(end)]
+    spoken = [ids(":"), ids(*"ghijkl"), ids(end)]
+    for now, then in [*pairwise(chain), *pairwise(spoken)]:
         for token in now:
             follows[token, then] = -torch.tensor(float(len(then))).log()
             if len(now) > 1:  # one more of them, as often
@@ -74,10 +86,15 @@ def make_calling_model(folder: Path, context: int) -> None:
         model.lm_head.weight[:, :size] = follows.T / _HIDDEN**0.5
     model.save_pretrained(folder)
     backend.save(str(folder / "tokenizer.json"))
+    shown = template("qwen2.5")
+    if call is ADD:
+        begin = f"messages[-1].role == 'tool' and '{_AFTER_TOOL}' or '{_BEGIN}'"
+        assert shown.count(f"{{{{- '{_BEGIN}' }}}}") == 1
+        shown = shown.replace(f"{{{{- '{_BEGIN}' }}}}", f"{{{{- {begin} }}}}")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
         "pad_token": "<|endoftext|>",
-        "chat_template": template("qwen2.5"),
+        "chat_template": shown,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -6,33 +6,63 @@ import asyncio
 import random
 import uuid
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.integration.one_port import one_port_aside
 from tests.integration.stack_tools import eventually
 from tests.rollout_stack import Stack, free_port, start_stack
+
+from areal.config.experiment import save_config
+
+
+def _nothing(_: str) -> Sequence[str]:
+    return ()
 
 
 @contextmanager
 def agents_stack(
-    folder: Path, gateways: int, **rollout: object
+    folder: Path,
+    gateways: int,
+    workers: int = 1,
+    under: Callable[[str], Sequence[str]] = _nothing,
+    **rollout: object,
 ) -> Iterator[tuple[Stack, list[str]]]:
-    """A whole generation side with a rollout worker and gateways; yields it and their URLs."""
-    with start_stack(folder, **rollout) as whole:  # type: ignore[arg-type]
+    """A whole generation side with rollout workers and gateways; yields it and their URLs.
+
+    Args:
+        folder: For files, stores and logs.
+        gateways: How many.
+        workers: How many rollout workers, "rollout", "rollout-1", …, behind one address.
+        under: For a process, the module under which its own is run, and arguments.
+        **rollout: See `start_stack`.
+    """
+    with start_stack(folder, **rollout) as whole, ExitStack() as more:  # type: ignore[arg-type]
         ends = whole.config.endpoints
-        whole.service("rollout", ends.rollout)
+        names = ["rollout", *(f"rollout-{number}" for number in range(1, workers))]
+        places = [ends.rollout, *(f"127.0.0.1:{free_port()}" for _ in names[1:])]
+        if workers > 1:
+            url = more.enter_context(one_port_aside([f"http://{place}" for place in places]))
+            ends.rollout = url.removeprefix("http://")
+            save_config(whole.config, whole.config_file)
+        for name, place in zip(names, places, strict=True):
+            whole.service("rollout", place, name, under=under(name))
         addresses = [f"127.0.0.1:{free_port()}" for _ in range(gateways)]
         for number, address in enumerate(addresses):
-            whole.service("gateway", address, f"gateway-{number}")
-        whole.wait("rollout", ends.rollout)
-        eventually(
-            lambda: whole.metric("rollout", "areal_rollout_serving_servers") == len(ends.inference),
-            "the rollout worker knows every server",
-            60.0,
-        )
+            name = f"gateway-{number}"
+            whole.service("gateway", address, name, under=under(name))
+        for name, place in zip(names, places, strict=True):
+            whole.wait(name, place)
+            eventually(
+                lambda name=name: (  # type: ignore[misc]
+                    whole.metric(name, "areal_rollout_serving_servers") == len(ends.inference)
+                ),
+                f"{name} knows every server",
+                60.0,
+            )
         urls = [f"http://{address}" for address in addresses]
         for url in urls:
             eventually(lambda url=url: serves(url), f"{url} serves", 60.0)  # type: ignore[misc]

@@ -1,18 +1,24 @@
-"""Several gateways behind one port, as a Kubernetes Service has them: a connection goes to one."""
+"""Several processes behind one port, as a Kubernetes Service has them: a connection goes to one."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from urllib.parse import urlsplit
 
 
 @asynccontextmanager
 async def one_port(urls: Sequence[str]) -> AsyncIterator[str]:
-    """A URL whose connections go to any of these that listens; where none does, they are closed."""
+    """A URL whose connections go to the one of these that listens and has the fewest.
+
+    Where none listens, they are closed.
+    """
     backends = [(urlsplit(url).hostname, urlsplit(url).port) for url in urls]
+    taken: Counter[tuple[str | None, int | None]] = Counter()
     pairs: set[asyncio.Task[None]] = set()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -26,10 +32,14 @@ async def one_port(urls: Sequence[str]) -> AsyncIterator[str]:
             writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for host, port in random.sample(backends, len(backends)):
+        for backend in sorted(backends, key=lambda each: (taken[each], random.random())):
             with suppress(OSError):
-                there, back = await asyncio.open_connection(host, port)
-                await asyncio.gather(pump(reader, back), pump(there, writer))
+                there, back = await asyncio.open_connection(*backend)
+                taken[backend] += 1
+                try:
+                    await asyncio.gather(pump(reader, back), pump(there, writer))
+                finally:
+                    taken[backend] -= 1
                 return
         writer.close()
 
@@ -47,3 +57,19 @@ async def one_port(urls: Sequence[str]) -> AsyncIterator[str]:
         for task in pairs:
             task.cancel()
         await asyncio.gather(*pairs, return_exceptions=True)
+
+
+@contextmanager
+def one_port_aside(urls: Sequence[str]) -> Iterator[str]:
+    """The same in a thread of its own, for processes that start before the test's loop."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    whole = one_port(urls)
+    try:
+        yield asyncio.run_coroutine_threadsafe(whole.__aenter__(), loop).result(30)
+    finally:
+        asyncio.run_coroutine_threadsafe(whole.__aexit__(None, None, None), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()

@@ -3,6 +3,9 @@
 Each client makes a conversation of two answers, which must become one trajectory of exactly the
 sampled ids (one per answer if the client rewrites its history). Then it meets a prompt that is too
 long, which it must recognize in its own way.
+
+Once more, an engine samples the answers (the CPU engine; with AREAL_TEST_SGLANG=1, SGLang too), and
+the client reaches it by a gateway.
 """
 
 from __future__ import annotations
@@ -10,13 +13,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from tests.contract.engines import ENGINES, running_spelling
+from tests.integration.calling_model import ADD, make_calling_model
+from tests.integration.wired_gateway import check_sampled, wired_gateway
 from tests.unit.areal.agents.scripted_model import Scripted, check_exact, serving
 
 from areal.errors import PromptTooLong
+from areal.tokenizer import Tokenizer
 
 FOLDER = Path(os.environ.get("AREAL_TEST_CLIENTS", ""))
 TALK = Path(__file__).parents[1] / "clients"
@@ -68,22 +76,8 @@ async def test_client_when_its_agent_is_run_then_one_exact_trajectory_and_overfl
         pytest.skip(f"{client}: needs node")
     answers, text, overflow = CLIENTS[client]
     scripted = Limited(*answers)
-    command = [str(FOLDER / "bin" / "python"), str(TALK / "talk.py")]
-    if client in IN_NODE:
-        # Node looks for packages beside the file.
-        script = FOLDER / "talk.mjs"
-        script.write_text((TALK / "talk.mjs").read_text(encoding="utf-8"), encoding="utf-8")
-        command = ["node", str(script)]
     async with serving(scripted) as (url, key, _, calls):
-        base_url = url.removesuffix("/v1") if "anthropic" in client else url
-        process = await asyncio.create_subprocess_exec(
-            *command, client, base_url, key,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env={"PATH": os.environ["PATH"], "HOME": str(FOLDER), "AREAL_API_KEY": key},
-        )  # fmt: skip
-        out, err = await asyncio.wait_for(process.communicate(), 240)
-    assert process.returncode == 0, err.decode()[-3000:]
-    told = json.loads(out.decode().splitlines()[-1])
+        told = await talk(client, url, key)
     assert told["text"] == text
     assert overflow in told["overflow"]
     every = list(range(len(answers)))
@@ -91,3 +85,60 @@ async def test_client_when_its_agent_is_run_then_one_exact_trajectory_and_overfl
         assert calls.merged(1.0).chains == [[number] for number in every]
     else:
         check_exact(calls, scripted, chains=[every])
+
+
+async def talk(client, url, key):
+    """What a client says of its conversation, and of a prompt that is too long."""
+    command = [str(FOLDER / "bin" / "python"), str(TALK / "talk.py")]
+    if client in IN_NODE:
+        # Node looks for packages beside the file.
+        script = FOLDER / "talk.mjs"
+        script.write_text((TALK / "talk.mjs").read_text(encoding="utf-8"), encoding="utf-8")
+        command = ["node", str(script)]
+    process = await asyncio.create_subprocess_exec(
+        *command, client, url.removesuffix("/v1") if "anthropic" in client else url, key,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={"PATH": os.environ["PATH"], "HOME": str(FOLDER), "AREAL_API_KEY": key},
+    )  # fmt: skip
+    out, err = await asyncio.wait_for(process.communicate(), 240)
+    assert process.returncode == 0, err.decode()[-3000:]
+    return json.loads(out.decode().splitlines()[-1])
+
+
+CONTEXT = 4096
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def gateway(request, tmp_path_factory):
+    """A gateway before an engine that samples calls, and the model's tokenizer."""
+    folder = tmp_path_factory.mktemp("clients")
+    model = folder / "model"
+    make_calling_model(model, CONTEXT, ADD)
+    flags = ("--context-length", str(CONTEXT))
+    with (
+        running_spelling(request.param, model, folder / "server.log", *flags) as (engine, _),
+        wired_gateway(engine, model, folder / "stack", context=CONTEXT, most=512) as wired,
+    ):
+        yield wired, Tokenizer.load(model)
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("client", [name for name, of in CLIENTS.items() if of[0] is TOOLS])
+async def test_client_when_a_real_engine_answers_then_what_it_sampled_is_recorded(client, gateway):
+    if client in IN_NODE and not shutil.which("node"):
+        pytest.skip(f"{client}: needs node")
+    wired, known = gateway
+    before = len(wired.wire.sampled)
+    opened = await wired.open("add")
+    told = await talk(client, opened["base_url"], opened["api_key"])
+    trajectories = await wired.end(opened, 0.5)
+    sampled = wired.wire.sampled[before:]
+    check_sampled(trajectories, sampled)
+    call, answer, *_ = (known.decode(each.ids, skip_special_tokens=True) for each in sampled)
+    assert re.search(r'"a": 1\d+, "b": 2', call)
+    assert told["text"] == answer
+    # The second prompt has the sampled call as it was sampled, and the sum.
+    a = int(re.search(r'"a": (\d+)', call)[1])
+    first, second = sampled[:2]
+    assert second.prompt[: len(first.prompt) + len(first.ids)] == first.prompt + first.ids
+    assert str(a + 2) in known.decode(second.prompt)

@@ -39,6 +39,22 @@ def test_growth_when_samples_are_noisy_then_found_only_where_it_is(
     assert growing(slopes_of(samples)) == expected
 
 
+@pytest.mark.parametrize("place", [60, 75, 90])
+@pytest.mark.parametrize(("grows", "expected"), [(0.0, []), (4.0, ["memory/trainer MiB"])])
+def test_growth_when_memory_jumps_once_then_only_steady_growth_is_found(
+    place: int, grows: float, expected: list[str]
+) -> None:
+    noise = random.Random(0)
+    steps = [90.0 * place for place in range(100)]
+    values = [400 + noise.gauss(0, 3) + grows * step / 1000 for step in steps]
+    values = [value + 40 * (at >= place) for at, value in enumerate(values)]
+    samples = [
+        {"step": step, "time": step, "memory/trainer MiB": value}
+        for step, value in zip(steps, values, strict=True)
+    ]
+    assert growing(slopes_of(samples)) == expected
+
+
 def test_growth_when_a_run_is_too_short_then_not_claimed() -> None:
     found = slopes_of(
         [{"step": 1.0, "memory/a MiB": 1.0}, {"step": 2.0, "memory/a MiB": 2 + MOST_MIB}]

@@ -10,7 +10,7 @@ conversation of many turns is stored once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -62,50 +62,88 @@ class Outline:
         return dumps(vars(self)).decode()
 
 
-def difference(outlines: Sequence[str], number: int) -> str:
-    """Returns where the prompt of an answer first differs from the nearest earlier conversation.
+def differences(outlines: Sequence[str], numbers: Iterable[int]) -> list[str]:
+    """Returns where the prompts of answers first differ from the nearest earlier conversation.
 
     Args:
         outlines: Of all answers of a session by number; "": not known.
-        number: The answer.
+        numbers: The answers, in order.
 
     Returns:
-        A path such as `messages[2].tool_calls[0].function.arguments`, `tools`, or
+        For each a path such as `messages[2].tool_calls[0].function.arguments`, `tools`, or
         `chat_template_kwargs`; "" if there is nothing to compare, or no difference.
     """
-    if not outlines[number]:
+    conversations = _Conversations(outlines)
+    return [_difference(conversations, number) for number in numbers]
+
+
+def _difference(conversations: _Conversations, number: int) -> str:
+    mine = conversations.find(number)
+    if mine is None:
         return ""
-    prompt = _whole(outlines, number)[:-1]
-    about = Outline.read(outlines[number]).about
+    prompt = mine.parts[:-1]
     most, found = -1, ""
-    for earlier in range(max(0, number - _NEAR), number):
-        if not outlines[earlier]:
-            continue
-        same, path = _first(_whole(outlines, earlier), prompt)
-        theirs = Outline.read(outlines[earlier]).about
-        for name, mine, other in zip((TOOLS, VARIABLES), about, theirs, strict=True):
-            path = name if mine != other else path
+    for theirs in conversations.before(number):
+        same, path = _first(theirs.parts, prompt)
+        for name, one, other in zip((TOOLS, VARIABLES), mine.about, theirs.about, strict=True):
+            path = name if one != other else path
         if same > most and path:
             most, found = same, path
     return found
 
 
-def _whole(outlines: Sequence[str], number: int) -> list[Part]:
-    """All messages of the conversation that ends with an answer."""
-    parts: list[list[Part]] = []
-    at: int | None = number
-    while at is not None and outlines[at]:
-        outline = Outline.read(outlines[at])
-        parts.append(outline.parts)
+@dataclass(frozen=True)
+class _Conversation:
+    """Which ends with an answer."""
+
+    about: list[str]
+    parts: list[Part]
+    """All of them, from the beginning."""
+
+
+class _Conversations:
+    """Those of a session; while the numbers rise, each outline is read once, and few are kept."""
+
+    def __init__(self, outlines: Sequence[str]) -> None:
+        self._outlines = outlines
+        self._known: dict[int, _Conversation] = {}
+
+    def before(self, number: int) -> Iterator[_Conversation]:
+        """Those of the answers near before one."""
+        first = max(0, number - _NEAR)
+        for gone in [each for each in self._known if each < first]:
+            del self._known[gone]
+        for earlier in range(first, number):
+            if (found := self.find(earlier)) is not None:
+                yield found
+
+    def find(self, number: int) -> _Conversation | None:
+        """None: it is not known."""
+        if not self._outlines[number]:
+            return None
+        if number not in self._known:
+            self._known[number] = self._read(number)
+        return self._known[number]
+
+    def _read(self, number: int) -> _Conversation:
+        outline = last = Outline.read(self._outlines[number])
+        pieces = [outline.parts]
+        at = number
         # An answer continues an earlier one, whatever a damaged outline says.
-        at = outline.after if outline.after is not None and outline.after < at else None
-    return [part for each in reversed(parts) for part in each]
+        while outline.after is not None and outline.after < at and self._outlines[outline.after]:
+            at = outline.after
+            if at in self._known:
+                pieces.append(self._known[at].parts)
+                break
+            outline = Outline.read(self._outlines[at])
+            pieces.append(outline.parts)
+        return _Conversation(last.about, [part for each in reversed(pieces) for part in each])
 
 
 def _first(earlier: Sequence[Part], later: Sequence[Part]) -> tuple[int, str]:
     """How many messages are equal, and the path of the first difference."""
     for at, (one, other) in enumerate(zip(earlier, later, strict=False)):
-        if path := _differs(one, other):
+        if one != other and (path := _differs(one, other)):
             return at, f"messages[{at}].{path}"
     return min(len(earlier), len(later)), ""
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from areal.agents.outlines import difference
+import numpy as np
+
+from areal.agents.outlines import differences
 from areal.agents.tree import Merged
 from areal.tokenizer import Tokenizer
 from areal.types import SPLITS, Trajectory
@@ -46,19 +48,20 @@ def mark(merged: Merged, tokenizer: Tokenizer) -> None:
     if len(merged.trajectories) < 2:
         return
     samples = [_segments(each, tokenizer) for each in merged.trajectories]
-    for trajectory, chain, why in zip(
-        merged.trajectories, merged.chains, explain(samples), strict=True
-    ):
-        if why:
-            trajectory.reward_parts[SPLITS] = 1.0
-            trajectory.split = difference(merged.outlines, chain[0]) or UNKNOWN
+    split = [number for number, why in enumerate(explain(samples)) if why]
+    paths = differences(merged.outlines, [merged.chains[number][0] for number in split])
+    for number, path in zip(split, paths, strict=True):
+        trajectory = merged.trajectories[number]
+        trajectory.reward_parts[SPLITS] = 1.0
+        trajectory.split = path or UNKNOWN
 
 
 def _segments(trajectory: Trajectory, tokenizer: Tokenizer) -> Segments:
-    pairs = zip(trajectory.loss_mask.tolist(), trajectory.input_ids.tolist(), strict=True)
+    mask, ids = trajectory.loss_mask, trajectory.input_ids
+    edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
     return [
-        (sampled, tokenizer.decode([token for _, token in run]))
-        for sampled, run in itertools.groupby(pairs, key=lambda pair: pair[0])
+        (bool(mask[begin]), tokenizer.decode(ids[begin:end].tolist()))
+        for begin, end in itertools.pairwise(edges)
     ]
 
 

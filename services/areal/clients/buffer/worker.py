@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from areal.clients.base import to_duration
@@ -15,6 +16,8 @@ from areal.v1 import buffer_service_pb2 as pb
 
 # A message takes 128 MiB; a journal comes back in one that may hold 32 MiB of other leases.
 _MAX_PART_BYTES = 90 * 1024 * 1024
+_LARGE = 1 << 17
+"""Tokens of a group from which it is packed in a thread: the event loop serves other sessions."""
 
 
 class BufferWorker(Role):
@@ -99,9 +102,10 @@ class BufferWorker(Role):
                 older than the lease requires; return the task.
             CapacityExceeded: Memory is near its limit; keep the lease and try again later.
         """
+        large = await asyncio.to_thread(pack_group, group) if _is_large(group) else b""
 
         def add(request: pb.CompleteTasksRequest) -> int:
-            packed = pack_group(group, self._codec)
+            packed = large or pack_group(group, self._codec)
             _check_size(f"group {task_id!r}", len(packed))
             lease = request.completions.add(group=packed).lease
             lease.task_id, lease.token = task_id, token
@@ -125,7 +129,10 @@ class BufferWorker(Role):
             lease=pb.LeaseRef(task_id=task_id, token=token), reason=reason
         )
         if group is not None:
-            request.group = pack_group(group, self._codec)
+            if _is_large(group):
+                request.group = await asyncio.to_thread(pack_group, group)
+            else:
+                request.group = pack_group(group, self._codec)
             _check_size(f"group {task_id!r}", len(request.group))
         await self._call(self._stub.RejectTask, request)
 
@@ -162,6 +169,10 @@ class BufferWorker(Role):
 
     async def _return(self, request: pb.ReturnTasksRequest) -> Sequence[pb.ReturnResult]:
         return (await self._call(self._stub.ReturnTasks, request)).results
+
+
+def _is_large(group: TrajectoryGroup) -> bool:
+    return sum(len(each.input_ids) for each in group.trajectories) >= _LARGE
 
 
 def _check_size(what: str, size: int) -> None:

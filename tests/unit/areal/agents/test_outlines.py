@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal.agents import outlines as outlines_module
 from areal.agents.chat import Answer, Call, ChatRequest
-from areal.agents.outlines import Outline, difference
+from areal.agents.outlines import Outline, differences
+from areal.tokenizer import json_text
 from areal.types import SPLIT_FIELDS, LLMResponse, StopReason, split_field, split_message
 
 NOTHING = LLMResponse([], [], [], [], StopReason.STOP)
@@ -36,6 +38,11 @@ def outline(
 ) -> str:
     request = ChatRequest(messages, **more)
     return Outline.of(request, extends, messages, answer).write()
+
+
+def difference(outlines: list[str], number: int) -> str:
+    [path] = differences(outlines, [number])
+    return path
 
 
 def changed(where: str, value: Any) -> list[dict[str, Any]]:
@@ -122,6 +129,29 @@ def test_difference_when_there_is_no_outline_then_nothing_is_named() -> None:
     assert difference(["", outline(LATER)], 1) == ""
     assert difference([outline(FIRST), ""], 1) == ""
     assert difference([outline(FIRST)], 0) == ""
+
+
+@pytest.mark.parametrize("turns", [1, 100])
+def test_differences_when_every_answer_splits_then_each_outline_is_read_once(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a conversation of so many answers, of which all share the beginning."""
+    read: list[str] = []
+
+    def loads(content: str) -> Any:
+        read.append(content)
+        return json_text.loads(content)
+
+    monkeypatch.setattr(outlines_module, "loads", loads)
+    talk = [
+        outline(FIRST if turn == 0 else LATER[-1:], turn - 1 if turn else None)
+        for turn in range(turns)
+    ]
+    splits = [outline(changed("0.content", f"it is 12:{minute}")) for minute in range(200)]
+    outlines = [*talk, *splits]
+    paths = differences(outlines, range(turns, len(outlines)))
+    assert paths == ["messages[0].content"] * 200
+    assert sorted(read) == sorted(outlines)
 
 
 TEXT = st.text(max_size=3)

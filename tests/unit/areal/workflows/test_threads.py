@@ -50,18 +50,20 @@ async def test_calls_when_too_many_hang_then_refused_until_they_return(released)
 
 async def test_calls_when_many_then_no_more_than_the_limit_run_at_once():
     running, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(3, timeout=60)  # a call ends only beside two others
 
     def count():
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        threading.Event().wait(0.01)
+        together.wait()
         with lock:
             running -= 1
+        together.wait()  # none ends, and makes room, before all three are counted
 
     calls = BlockingCalls(max_running=3)
-    await asyncio.gather(*(calls.run("count", 30, count) for _ in range(20)))
+    await asyncio.gather(*(calls.run("count", 120, count) for _ in range(21)))
     assert most == 3
 
 
