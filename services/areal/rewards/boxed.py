@@ -10,6 +10,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # What stands after a box without braces: \boxed18, \boxed\text{18}.
 _BARE = re.compile(r"\\[A-Za-z]+\s*(?=\{)|[^\s${}\\]+")
 _BETWEEN = re.compile(r"[\s$.]*(?:,|;|\\quad|\\text\{|\}|and|or|&|\\\)|\\\(|[\s$])*", re.IGNORECASE)
+_LABEL = re.compile(r"(\\?[A-Za-z]+(?:_\{?\w+\}?)?)\s*=[\s${]*$")
 _JOINS = re.compile(r",|;|\band\b|\bor\b", re.IGNORECASE)
 _SPECIAL = re.compile(r"<\|[^|<>\s]{1,40}\|>|</s>|<eos>|<end_of_turn>")
 _TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
@@ -78,8 +79,12 @@ def _closing_braces(text: str) -> dict[int, int]:
 def _enumerated(text: str, boxes: list[tuple[int, int, str]]) -> list[str]:
     """Contents of the last box, and of those before it that are joined to it by a comma or word."""
     run = [boxes[-1][2]]
-    for (_, end, content), (start, _, _) in reversed(list(pairwise(boxes))):
+    for (first, end, content), (start, _, _) in reversed(list(pairwise(boxes))):
+        # "x = \boxed{2} or x = \boxed{3}": the second name is that of the first.
+        named = _LABEL.search(text[max(0, first - 40) : first])
         between = text[end:start]
+        if named and between.rstrip("$ {").endswith("="):
+            between = re.sub(rf"{re.escape(named[1])}\s*=[\s${{]*$", "", between)
         joined = len(between) < 40 and _BETWEEN.fullmatch(between) and _JOINS.search(between)
         if not joined:
             break
