@@ -40,10 +40,13 @@ _BASE = re.compile(
 )
 _BASES = {"two": "2", "three": "3", "eight": "8", "ten": "10", "sixteen": "16"}
 _CLOCK = re.compile(r"(\d{1,9}(?: ?: ?\d{1,9})+)\s*(?:([AaPp])\.? ?[Mm]\.?)?")
+# A set, a segment, a vector or a complex number; |x| = 3 says nothing like x = 3.
+_SIZED = r"(?:[A-Z][A-Za-z]*|[uvwz]|\\vec ?\{?[A-Za-z]+\}?)"
 _LABEL = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_\{?\w{1,9}\}?)?'*(?:\([^()=]{0,20}\))?"
     r"|\([a-z](?:, ?[a-z]){1,3}\)|[A-Z]{2,4}"
-    r"|m?\\(?:angle|overline|bar|hat|vec|triangle|widehat|lvert|\|)[^0-9=]*|\|(?:[A-Z][A-Za-z]*|[uvwz])\|"
+    r"|m?\\(?:angle|overline|bar|hat|vec|triangle|widehat|\|)[^0-9=]*"
+    rf"|\| ?{_SIZED} ?\||\\[lv]vert ?{_SIZED} ?\\[rv]vert"
     r"|[A-Za-z]'*(?: ?[-+*]? ?[A-Za-z]){1,5}"
     rf"|{GREEK}(?: ?[-+]? ?{GREEK}){{1,5}}"
     r"|§?[A-Za-z][A-Za-z' §]*"

@@ -63,6 +63,9 @@ NEW_ROW = "␤"
 """Stands for a double backslash, which ends a row of a matrix."""
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+# Text with groups in braces that have none in them.
+_GROUP = r"(?:[^{}]|\{[^{}]*\})*"
+_UNRELATED = r"(?:[^{}=<>≤≥≠,;]|\{[^{}]*\})*"
 _COMMANDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\\(?:left|right|[Bb]igg?[lrm]?)(?![A-Za-z])\s*(?:\.(?!\d))?"), ""),
     (
@@ -73,9 +76,9 @@ _COMMANDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         "",
     ),
     (re.compile(r"\\(?:[dtcs]|nice|x)frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
-    (re.compile(r"^([^{}=<>,;]*)\\over(?![A-Za-z])([^{}=<>,;]*)$"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
+    (re.compile(rf"\{{({_GROUP})\\over(?![A-Za-z])({_GROUP})\}}"), r"\\frac{\1}{\2}"),
+    (re.compile(rf"^({_UNRELATED})\\over(?![A-Za-z])({_UNRELATED})$"), r"\\frac{\1}{\2}"),
+    (re.compile(rf"\{{({_GROUP})\\choose(?![A-Za-z])({_GROUP})\}}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\mathbb\s*([A-Z])(?![A-Za-z])"), r"\\mathbb{\1}"),
     # A repeating decimal: 0.\dot{3}, 0.\bar{3}, 0.\dot{1}2\dot{3}, 0.\overline 3.
     (

@@ -39,6 +39,7 @@ _SPELLINGS = {
     "milliliter": "ml millilitre milliliters",
     "dollar": "usd dollars bucks",
     "euro": "eur euros",
+    "rupee": "rs rupees inr",
     "cent": "cents",
     "degree": "deg degrees",
     "celsius": "c",
@@ -434,9 +435,11 @@ def _unit(text: str, before: str, strict: bool) -> list[str] | None:
         word = found["word"].lstrip("§")
         lower = word.lower()
         known = _UNIT_OF.get(lower) if len(word) > 1 or word in _SINGLE else None
-        if lower in _NO_UNITS:
+        ends = not text[position:].strip()
+        if lower in _NO_UNITS and not (lower == "sec" and ends):  # no secant without an argument
             return None
-        if lower in _SCALES or lower in _JOINTS:
+        is_inch = lower == "in" and (ends or found["power"])
+        if lower in _SCALES or (lower in _JOINTS and not is_inch):
             if not spaced and not words:
                 return None
             if lower in _SCALES or lower == "per":
