@@ -100,9 +100,10 @@ def _joined(before: str, between: str) -> bool:
     """
     if len(between) > _NEAR:
         return False
-    *_, last = [None, *_JOINS.finditer(between)]
-    if last is None:
+    joins = list(_JOINS.finditer(between))
+    if not joins:
         return False
+    last = joins[-1]
     name = _SPACE.sub("", between[last.end() :]).rstrip(" \t\n${").casefold()
     named = before.rstrip(" \t\n${").casefold()
     if name and named.endswith(name) and not named.removesuffix(name)[-1:].isalnum():
