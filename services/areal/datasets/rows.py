@@ -62,7 +62,7 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
     if place.is_dir():
         found = {str(each.relative_to(place)) for each in place.rglob("*") if each.is_file()}
         return _read(place, _of_split(found, split, text), text)
-    rows = _read_file(place)
+    rows = _read(place.parent, [place.name], text)
     if split != "train" and not _is_of(PurePosixPath(place.name), split):
         # All of it would be the training rows again.
         raise NoSplitError(

@@ -9,8 +9,15 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:\[[^\[\]\n]{0,40}
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # What stands after a box without braces: \boxed18, \boxed\text{18}.
 _BARE = re.compile(r"\\[A-Za-z]+\s*(?=\{)|[^\s${}\\]+")
-_BETWEEN = re.compile(r"[\s$.]*(?:,|;|\\quad|\\text\{|\}|and|or|&|\\\)|\\\(|[\s$])*", re.IGNORECASE)
-_JOINS = re.compile(r",|;|\band\b|\bor\b", re.IGNORECASE)
+_HEDGED = r"perhaps|maybe|possibly|alternatively"
+_BETWEEN = re.compile(
+    r"[\s$.]*(?:,|;|\\quad|\\text\{|\}|and|or|either|else|&|\\\)|\\\(|[\s$]"
+    rf"|{_HEDGED})*",
+    re.IGNORECASE,
+)
+_JOINS = re.compile(rf",|;|\b(?:and|or|{_HEDGED})\b", re.IGNORECASE)
+_SPACE = re.compile(r"^(?:\\quad|\\text\{|\\[(\[ ,;]|[\s}${(])*")
+_NEAR = 60
 _SPECIAL = re.compile(r"<\|[^|<>\s]{1,40}\|>|</s>|<eos>|<end_of_turn>")
 _TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 
@@ -78,11 +85,27 @@ def _closing_braces(text: str) -> dict[int, int]:
 def _enumerated(text: str, boxes: list[tuple[int, int, str]]) -> list[str]:
     """Contents of the last box, and of those before it that are joined to it by a comma or word."""
     run = [boxes[-1][2]]
-    for (_, end, content), (start, _, _) in reversed(list(pairwise(boxes))):
-        between = text[end:start]
-        joined = len(between) < 40 and _BETWEEN.fullmatch(between) and _JOINS.search(between)
-        if not joined:
+    for (first, end, content), (start, _, _) in reversed(list(pairwise(boxes))):
+        if not _joined(text[max(0, first - _NEAR) : first], text[end:start]):
             break
         if content not in run:
             run.insert(0, content)
     return run
+
+
+def _joined(before: str, between: str) -> bool:
+    r"""Whether a box and the next are one enumeration, by the texts before and between them.
+
+    The name of the first may be repeated: "x = \boxed{2} or x = \boxed{3}".
+    """
+    if len(between) > _NEAR:
+        return False
+    joins = list(_JOINS.finditer(between))
+    if not joins:
+        return False
+    last = joins[-1]
+    name = _SPACE.sub("", between[last.end() :]).rstrip(" \t\n${").casefold()
+    named = before.rstrip(" \t\n${").casefold()
+    if name and named.endswith(name) and not named.removesuffix(name)[-1:].isalnum():
+        between = between[: last.end()]
+    return _BETWEEN.fullmatch(between) is not None

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 
 from areal.rewards.boxed import final_part, last_boxed, last_tagged
+from areal.rewards.math_text import unemphasized
 from areal.rewards.math_units import NUMBER
 
 _MAX_PROSE = 4000
@@ -51,7 +52,7 @@ def final_answer(completion: str) -> str:
     for tail in _tails(text):
         return tail
     text = text.strip()
-    prose = text[-_MAX_PROSE:].replace("**", "").replace("`", "").replace("__", "")
+    prose = unemphasized(text[-_MAX_PROSE:]).replace("`", "").replace("__", "")
     stated = _stated(prose)
     if stated is not None:
         return stated
@@ -67,7 +68,7 @@ def _tails(text: str) -> Iterator[str]:
         if lines and _HEADING.fullmatch(lines[0].replace("*", "")):
             del lines[0]
         if lines:
-            yield lines[0].replace("**", "")
+            yield unemphasized(lines[0])
             return
 
 

@@ -38,6 +38,10 @@ _REVISED = re.compile(
     r"|[(\[]\s*\d+(?:\.\d+)?\s*(?:-|–|to)\s*\d)",
     re.IGNORECASE,
 )
+_SUMMED = re.compile(
+    r"\b(?:total|overall|average)(?:\s+(?:points|rating|grade|mark))?[ *_]*[:=][ *_]*\d",
+    re.IGNORECASE,
+)
 _REFUSED_TAIL = re.compile(
     r"[,.]\s*\d|\s+\d|\w"
     r"|\s*(?:-|–|—|~|\.\.+|to|or|and|through|/|[+*x×^:÷&<>=]|->|→|±)\s*[*_\"'(\[]*[-+]?\d"
@@ -66,6 +70,8 @@ def read_score(answer: str, best: float) -> float:
     stated = [found for found in _SCORE.finditer(text) if not _PLACEHOLDER.match(text, found.end())]
     if stated:
         last = stated[-1]
+        if _SUMMED.search(text, last.end()):
+            raise ValueError("a total after the score")
         scale = re.findall(r"\d+", last["label"] or "")
         return _share(text[last.end() :].lstrip(), best, float(scale[-1]) if scale else None)
     bracketed = _BRACKETED.findall(text)

@@ -17,7 +17,7 @@ from fractions import Fraction
 
 from areal.rewards import math_expressions as expressions
 from areal.rewards.math_text import NEW_ROW
-from areal.rewards.math_tree import Node, TooCostly, Unreadable, names_in, parse, variables
+from areal.rewards.math_tree import GREEK, Node, TooCostly, Unreadable, names_in, parse, variables
 from areal.rewards.math_units import Amount, amount, compatible, literal, shifted
 from areal.rewards.math_verifier import verified
 
@@ -40,15 +40,20 @@ _BASE = re.compile(
 )
 _BASES = {"two": "2", "three": "3", "eight": "8", "ten": "10", "sixteen": "16"}
 _CLOCK = re.compile(r"(\d{1,9}(?: ?: ?\d{1,9})+)\s*(?:([AaPp])\.? ?[Mm]\.?)?")
+# A set, a segment, a vector or a complex number; |x| = 3 says nothing like x = 3.
+_SIZED = r"(?:[A-Z][A-Za-z]*|[uvwz]|\\vec ?\{?[A-Za-z]+\}?)"
 _LABEL = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_\{?\w{1,9}\}?)?'*(?:\([^()=]{0,20}\))?"
     r"|\([a-z](?:, ?[a-z]){1,3}\)|[A-Z]{2,4}"
-    r"|\\(?:angle|overline|triangle|widehat|lvert|\|)[^0-9=]*|\|[A-Za-z]+\|"
+    r"|m?\\(?:angle|overline|bar|hat|vec|triangle|widehat|\|)[^0-9=]*"
+    rf"|\| ?{_SIZED} ?\||\\[lv]vert ?{_SIZED} ?\\[rv]vert"
     r"|[A-Za-z]'*(?: ?[-+*]? ?[A-Za-z]){1,5}"
+    rf"|{GREEK}(?: ?[-+]? ?{GREEK}){{1,5}}"
     r"|§?[A-Za-z][A-Za-z' §]*"
 )
 _REVERSED = {"<": ">", "≤": "≥", "=": "=", "≠": "≠"}
 _PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
+_AND_FRACTION = re.compile(r"(-?\d{1,9}) and (?:\\frac\{)?(\d{1,4})(?:/|\}\{)(\d{1,4})\}?(?![\d/])")
 _VOWEL = re.compile(r"[aeiou]", re.IGNORECASE)
 _SHORT_WORDS = frozenset(
     [
@@ -118,6 +123,8 @@ def readings(text: str, strict: bool = False) -> list[Form]:
     joined = _without_separators(text)
     if joined != text:
         forms.append(read(joined, strict))
+    if not strict and (mixed := _AND_FRACTION.match(text)) and int(mixed[2]) < int(mixed[3]):
+        forms.append(read(f"{mixed[1]} {mixed[2]}/{mixed[3]}{text[mixed.end() :]}"))
     return forms
 
 

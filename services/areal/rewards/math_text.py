@@ -25,6 +25,7 @@ _CHARACTERS = str.maketrans(
         "⁄": "/",
         "∕": "/",
         "π": "\\pi ",
+        **{letter: f"\\mathbb{{{name}}}" for letter, name in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
         "∞": "\\infty ",
         "°": "^\\circ ",
         "º": "^\\circ ",
@@ -62,15 +63,30 @@ NEW_ROW = "␤"
 """Stands for a double backslash, which ends a row of a matrix."""
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+# Text with groups in braces that have none in them.
+_GROUP = r"(?:[^{}]|\{[^{}]*\})*"
+_UNRELATED = r"(?:[^{}=<>≤≥≠,;]|\{[^{}]*\})*"
 _COMMANDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\\(?:left|right|[Bb]igg?[lrm]?)(?![A-Za-z])\s*(?:\.(?!\d))?"), ""),
     (
         re.compile(
-            r"\\(?:displaystyle|textstyle|limits|nolimits|phantom\{\}|bf|rm|it)(?![A-Za-z])"
+            r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|phantom\{\}|bf|bfseries|rm|it"
+            r"|tiny|scriptsize|footnotesize|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])"
         ),
         "",
     ),
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:[dtcs]|nice|x)frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(rf"\{{({_GROUP})\\over(?![A-Za-z])({_GROUP})\}}"), r"\\frac{\1}{\2}"),
+    (re.compile(rf"^({_UNRELATED})\\over(?![A-Za-z])({_UNRELATED})$"), r"\\frac{\1}{\2}"),
+    (re.compile(rf"\{{({_GROUP})\\choose(?![A-Za-z])({_GROUP})\}}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"\\mathbb\s*([A-Z])(?![A-Za-z])"), r"\\mathbb{\1}"),
+    # A repeating decimal: 0.\dot{3}, 0.\bar{3}, 0.\dot{1}2\dot{3}, 0.\overline 3.
+    (
+        re.compile(r"(?<=[\d.])\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?"),
+        r"\\overline{\1\2\3}",
+    ),
+    (re.compile(r"(?<=[\d.])\\(?:dot|bar|overline)\s*\{?(\d+)\}?"), r"\\overline{\1}"),
+    (re.compile(r"(?<=[\d,])\\!(?=[\d,])"), ""),
     (re.compile(r"\\(?:[,;:! ]|quad|qquad|thinspace|enspace|hspace\*?\{[^{}]*\})"), " "),
     (re.compile(r"\\([$#&])"), r"\1"),
     (re.compile(r"\\pounds(?![A-Za-z])"), "£"),
@@ -92,14 +108,16 @@ _COMMANDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\\[lr]brace(?![A-Za-z])"), lambda m: "\\{" if m[0] == "\\lbrace" else "\\}"),
     (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), ""),
     (re.compile(r"(?<=\d)\s*\\(?:Omega|ohm)(?![A-Za-z])"), " ohm"),
-    (re.compile(r"\*\*|`|(?<![A-Za-z0-9])__|__(?![A-Za-z0-9])"), " "),
+    (re.compile(r"`|(?<![A-Za-z0-9])__|__(?![A-Za-z0-9])"), " "),
 )
 _WORDS_IN = re.compile(
     r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mbox|operatorname\*?|emph|textnormal|unit)"
     r"\s*\{((?:[^{}\\]|\\.|\{[^{}]*\})*)\}"
 )
 _STYLED = re.compile(r"\\(?:mathbf|mathit|boldsymbol|bm|mathsf|boxed|underline)\s*\{([^{}]*)\}")
+_ROW_END = re.compile(r"\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\])?")
 _LONE_LETTER = re.compile(r"(?<![A-Za-z\\§])([A-Za-z])(?![A-Za-z])")
+_POWER = re.compile(r"(?<=[A-Za-z0-9)])\*\*(?=\(?-?\d)")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
@@ -107,20 +125,23 @@ def clean(text: str) -> str:
     """Returns the text in the one spelling that the other modules of this reward read."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
     text = re.sub("[₀-₉]+", lambda m: f"_{{{m[0].translate(_LOWERED)}}}", text)
-    text = (
-        undelimited(text.translate(_CHARACTERS).strip())
-        .replace("{,}", ",")
-        .replace("\\\\", NEW_ROW)
-    )
+    text = undelimited(text.translate(_CHARACTERS).strip()).replace("{,}", ",")
+    text = _ROW_END.sub(NEW_ROW, text)
     for _ in range(3):  # styles in styles
         styled = _STYLED.sub(r"\1", _WORDS_IN.sub(_marked, text))
         if styled == text:
             break
         text = styled
+    text = unemphasized(text, " ")
     for pattern, plain in _COMMANDS:
         text = pattern.sub(plain, text)
     text = " ".join(text.split())
     return trimmed(undelimited(text)).removeprefix("=").lstrip()
+
+
+def unemphasized(text: str, space: str = "") -> str:
+    """Without the asterisks of Markdown; those of a power, 10**-3, become "^"."""
+    return _POWER.sub("^", text).replace("**", space)
 
 
 def trimmed(text: str) -> str:

@@ -59,11 +59,11 @@ _BARS = {
     "\\lceil": ("\\rceil", "ceil"),
 }
 _STYLES = {"\\vec", "\\hat", "\\bar", "\\overline", "\\overrightarrow", "\\tilde", "\\mathbb"}
-_LETTERS = re.compile(
+GREEK = (
     r"\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho"
-    r"|sigma|tau|upsilon|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega"
-    r"|infty|ell|hbar|pi)"
+    r"|sigma|tau|upsilon|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega)"
 )
+_LETTERS = re.compile(rf"{GREEK}|\\(?:infty|ell|hbar|pi)")
 
 
 class Unreadable(Exception):

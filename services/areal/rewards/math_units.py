@@ -8,6 +8,8 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 
 NUMBER = r"(?:\d{1,3}(?:(?P<mark>[,' ])\d{3})(?:(?P=mark)\d{3})*(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 _INDIAN = re.compile(r"\d{1,2}(?:,\d{2})+,\d{3}(?:\.\d+)?")
+_DOTTED = re.compile(r"\d{1,3}(?:\.\d{3}){2,}(?:,\d+)?")
+"""1.234.567,89: two dots or more group digits, and do not end the whole part."""
 _PLAIN = re.compile(rf"(?P<sign>[-+]?) ?(?P<digits>{NUMBER})(?:[eE](?P<power>[-+]?\d{{1,9}}))?")
 _SCIENTIFIC = re.compile(
     r"([-+]?\d+(?:\.\d+)?|[-+]?\.\d+)? ?(?:\\times|\\cdot|\*|x)? ?10 ?(?:\^|\*\*) ?"
@@ -37,6 +39,7 @@ _SPELLINGS = {
     "milliliter": "ml millilitre milliliters",
     "dollar": "usd dollars bucks",
     "euro": "eur euros",
+    "rupee": "rs rupees inr",
     "cent": "cents",
     "degree": "deg degrees",
     "celsius": "c",
@@ -62,6 +65,7 @@ _SPELLINGS = {
 _UNIT_OF = {
     spelling: unit for unit, all_of in _SPELLINGS.items() for spelling in [unit, *all_of.split()]
 }
+_POWERS = {"square": "power2", "sq": "power2", "cubic": "power3", "cu": "power3"}
 _SINGLE = frozenset("mghslNJWVAKCFL")
 _JOINTS = {"per", "of", "a", "an", "the", "each", "every", "in", "and", "at", "to", "on", "for"}
 _NO_UNITS = frozenset(
@@ -229,11 +233,12 @@ _UNIT_TOKEN = re.compile(
 )
 _FRACTION_UNIT = re.compile(r"\\frac\{\s*(§?[A-Za-z]+)\s*\}\{\s*(§?[A-Za-z]+)\s*(\^\{?\d\}?)?\s*\}")
 _DEGREES = re.compile(r"\^\\circ$")
+_TRIGONOMETRY = re.compile(r"(?<![A-Za-z])(?:arc)?(?:sin|cos|tan|cot|sec|csc)")
 _SYMBOL_OF_DEGREES = re.compile(r"\^\\circ\s*§?([CFK])$")
 _ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{?\s*)?(?:st|nd|rd|th)\s*\}?$")
 _PERCENT = re.compile(r"\\?%$")
 _LABEL = re.compile(
-    r"([A-Za-z' ,\-]*?[A-Za-z]) ?(?::|=|≈| )\s*(?=[-+]?\s*[$£€¥₹]?\s*(?:\.?\d|\\frac|§))"
+    r"([A-Za-z' ,\-]*?[A-Za-z])\.? ?(?::|=|≈| )\s*(?=[-+]?\s*[$£€¥₹]?\s*(?:\.?\d|\\frac|§))"
 )
 _WORD = re.compile(r"[A-Za-z']+")
 _BARE_WORDS = re.compile(
@@ -281,6 +286,8 @@ def literal(text: str) -> Decimal | None:
     if found := _PLAIN.fullmatch(text):
         digits = found["digits"].replace(found["mark"] or ",", "")
         return _decimal(f"{found['sign']}{digits}e{found['power'] or 0}")
+    if _DOTTED.fullmatch(text.lstrip("+-")):
+        return _decimal(text.replace(".", "").replace(",", "."))
     if _INDIAN.fullmatch(text.lstrip("+-")):
         return _decimal(text.replace(",", ""))
     if found := _SCIENTIFIC.fullmatch(text):
@@ -307,15 +314,19 @@ def amount(text: str, strict: bool = False) -> Amount:
     text = _without_remark(text)
     text = _FRACTION_UNIT.sub(r" \1/\2\3", _digits_for_words(text))
     text = _SYMBOL_OF_DEGREES.sub(r"^\\circ §\1", _ORDINAL.sub("", text))
-    if label := _LABEL.match(text):
+    sign = ""
+    label = _LABEL.match(text)
+    if label and text[0] == "-" and not set(label[0]) & set(":=≈"):  # -Rs. 5, and no bullet
+        sign, text = "-", text[1:].lstrip()
+        label = _LABEL.match(text)
+    if label:
         words = _WORD.findall(label[1])
         # A single letter is a variable, unless it is a word of a sentence.
         if all(len(word) > 1 or (len(words) > 1 and word in "aAI") for word in words):
             if not all(_says_nothing(word) for word in words):
                 return Amount(text)
             text = text[label.end() :]
-    sign = ""
-    if text[:1] in ("+", "-"):
+    if not sign and text[:1] in ("+", "-"):
         sign, text = text[0], text[1:].lstrip()
     unit = ""
     text = re.sub(r"^(?:US|CA|AU|C|A)(?=\$)", "", text)
@@ -327,7 +338,7 @@ def amount(text: str, strict: bool = False) -> Amount:
     percent = False
     if not words and _PERCENT.search(core):
         core, percent = _PERCENT.sub("", core).rstrip(), True
-    elif degrees := _DEGREES.search(core):
+    elif (degrees := _DEGREES.search(core)) and not _TRIGONOMETRY.search(core):
         core, words = core[: degrees.start()].rstrip(), words or ["degree"]
     if words == ["percent"]:
         words, percent = [], True
@@ -424,9 +435,11 @@ def _unit(text: str, before: str, strict: bool) -> list[str] | None:
         word = found["word"].lstrip("§")
         lower = word.lower()
         known = _UNIT_OF.get(lower) if len(word) > 1 or word in _SINGLE else None
-        if lower in _NO_UNITS:
+        ends = not text[position:].strip()
+        if lower in _NO_UNITS and not (lower == "sec" and ends):  # no secant without an argument
             return None
-        if lower in _SCALES or lower in _JOINTS:
+        is_inch = lower == "in" and (ends or found["power"])
+        if lower in _SCALES or (lower in _JOINTS and not is_inch):
             if not spaced and not words:
                 return None
             if lower in _SCALES or lower == "per":
@@ -438,7 +451,8 @@ def _unit(text: str, before: str, strict: bool) -> list[str] | None:
             and (known is None or (not words and (not spaced or (strict and alone))))
         ):
             return None
-        if known is None and (len(word) < 3 or not (spaced or words)) and "§" not in found["word"]:
+        short = len(word) < 3 and lower not in _POWERS
+        if known is None and (short or not (spaced or words)) and "§" not in found["word"]:
             return None
         plural = len(lower) > 3 and lower.endswith("s") and not lower.endswith("ss")
         single = lower[:-1] if plural else lower
@@ -453,8 +467,8 @@ def _ordered(words: list[str]) -> list[str]:
     ordered: list[str] = []
     power = ""
     for word in words:
-        if word in ("square", "sq", "cubic", "cu"):
-            power = "power2" if word.startswith("sq") else "power3"
+        if word in _POWERS:
+            power = _POWERS[word]
             continue
         ordered.append(word)
         if power:

@@ -19,7 +19,7 @@ _NOISE = re.compile(r"\\[\[\]()]|\\[,;:! ]|\\(?:quad|left|right)(?![A-Za-z])|[*$
 _QUOTED = re.compile(r"(?<!\w)'([A-Za-z])'(?!\w)")
 _FULL_WIDTH = str.maketrans({chr(0xFF01 + i): chr(0x21 + i) for i in range(94)} | {"’": "'"})
 
-_ENCLOSED = r"[(\[<]\s*(?P<enclosed>[A-Za-z])\s*[)\]>]"
+_ENCLOSED = r"[(\[<]{1,2}\s*(?P<enclosed>[A-Za-z])\s*[)\]>]{1,2}"
 _LEADING = re.compile(
     r"\s*(?:(?:the\s+)?(?:correct\s+|right\s+|best\s+|final\s+)?(?:option|choice|answer|letter)s?"
     rf"\s*:?\s*(?:is\s*:?\s*)?)?(?:{_ENCLOSED}"
@@ -40,7 +40,7 @@ _SUBJECT = (
     r"[a-z'-]+){0,6}?"
 )
 _IS = (
-    r"(?i:\s*(?:\b(?:is|was|(?:(?:would|should|must|will|has\s+to|seems\s+to)\s+)?be)\b\s*:?|[:=-]|–|—)"
+    r"(?i:\s*(?:\b(?:is|was|(?:(?:would|should|must|will|has\s+to|seems\s+to)\s+)?be)\b\s*:?|[:=-]>?|–|—|→|⇒)"
     r"\s*(?:(?:therefore|thus|hence|clearly|then|definitely|indeed),?\s+)?)"
 )
 _ENDS = r"\s*(?=[.!,]|$)"

@@ -83,7 +83,20 @@ class ChatTemplate:
     def _render(
         self, template: jinja2.Template, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> str:
-        return self._fill(template, plain_messages(messages, self._takes_text), variables)
+        plain = plain_messages(messages, self._takes_text)
+        for message in plain:
+            if message.get("tool_calls") and "content" not in message and self._needs_content:
+                message["content"] = ""
+        try:
+            return self._fill(template, plain, variables)
+        except InvalidInput as error:
+            listed = (index for index, each in enumerate(plain) if _is_list(each.get("content")))
+            if (index := next(listed, None)) is None:
+                raise
+            raise InvalidInput(
+                f"messages[{index}].content: a list of parts, where the chat template may expect "
+                f"text ({error})"
+            ) from None
 
     def _fill(
         self, template: jinja2.Template, messages: list[Message], variables: Mapping[str, Any]
@@ -106,18 +119,29 @@ class ChatTemplate:
 
         An object would end in an error there, or in Python's notation.
         """
+        as_object = self._shown({"probe": "x"}, content="")
+        as_text = '{"probe": "x"}'
+        return "{'probe'" in as_object or (not as_object and bool(self._shown(as_text, content="")))
 
-        def shown(arguments: Any) -> str:
-            function = {"name": "probe", "arguments": arguments}
-            call = {"id": "probe0000", "type": "function", "function": function}
-            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                return self._fill(self._template, [{"role": "user", "content": "?"}, answer], {})
-            except InvalidInput:
-                return ""
+    @cached_property
+    def _needs_content(self) -> bool:
+        """Whether it reads the content of a turn that has none beside its calls (Qwen3)."""
+        arguments = '{"probe": "x"}' if self._takes_text else {"probe": "x"}
+        return not self._shown(arguments) and bool(self._shown(arguments, content=""))
 
-        as_object = shown({"probe": "x"})
-        return "{'probe'" in as_object or (not as_object and bool(shown('{"probe": "x"}')))
+    def _shown(self, arguments: Any, **content: str) -> str:
+        """The text of a chat that ends with a call; "" if the template refuses it."""
+        function = {"name": "probe", "arguments": arguments}
+        call = {"id": "probe0000", "type": "function", "function": function}
+        answer = {"role": "assistant", "tool_calls": [call], **content}
+        try:
+            return self._fill(self._template, [{"role": "user", "content": "?"}, answer], {})
+        except InvalidInput:
+            return ""
+
+
+def _is_list(content: Any) -> bool:
+    return isinstance(content, (list, tuple))
 
 
 def plain_messages(messages: Any, arguments_as_text: bool = False) -> list[Message]:

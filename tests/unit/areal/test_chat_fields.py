@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.areal.datasets.test_chats_families import FAMILIES, both
 from tests.unit.areal.workflows.chat_families import template
 from tests.unit.areal.workflows.test_rlvr import Engine
 
@@ -245,3 +246,29 @@ def test_template_when_texts_have_large_numbers_then_rendered() -> None:
     text = "price: 123456789 {:99999999} %99999999d"
     shown = template.render([{"role": "user", "content": text}])
     assert shown == f"{text}: 12345678{text}{text}:   7{'-' * 40}{text.replace('a', 'b')}"
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_call_when_its_turn_has_no_content_then_it_is_that_of_an_empty_one(
+    name: str, content: dict[str, None]
+) -> None:
+    family = FAMILIES[name]
+    if not family.tools:
+        return
+    tokenizer = both(name)[0]
+    asked = {
+        **call({"town": "Oslo"}),
+        "tool_calls": [{**call({"town": "Oslo"})["tool_calls"][0], "id": "call00001"}],
+    }
+    told = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": "rain"}
+    chat = [ASK, asked, told, ANSWER]
+    bare = [ASK, {key: value for key, value in asked.items() if key != "content"} | content]
+    assert chat_unit(tokenizer, [*bare, told, ANSWER], [TOOL]) == chat_unit(tokenizer, chat, [TOOL])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "gpt-oss", "gemma"])
+def test_content_when_it_is_a_list_that_the_template_refuses_then_named(name: str) -> None:
+    parts = [{"type": "text", "text": "Oslo?"}]
+    with pytest.raises(InvalidInput, match=r"^messages\[0\]\.content"):
+        chat_unit(both(name)[0], [{"role": "user", "content": parts}, ANSWER])

@@ -199,3 +199,10 @@ def test_files_when_the_locale_is_not_utf_8_then_text_is_the_same(tmp_path: Path
         "PYTHONCOERCECLOCALE": "0",
     }
     subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=60)
+
+
+def test_parquet_when_a_single_file_has_no_rows_then_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"question": pa.array([], pa.string())}), file)
+    with pytest.raises(InvalidInput, match="has no rows"):
+        load_rows(file)
