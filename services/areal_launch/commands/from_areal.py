@@ -368,7 +368,9 @@ RULES: dict[str, str | Rule] = {
     "launcher": _ELSEWHERE,
     "scheduler": _ELSEWHERE,
     "server_only": Rule("`areal up` starts a stack without a trainer"),
-    "enable_offload": Rule("`allocation_mode` with `@alternating`: both on the same GPUs, in turns"),
+    "enable_offload": Rule(
+        "`allocation_mode` with `@alternating`: both on the same GPUs, in turns"
+    ),
 }
 
 

@@ -1,0 +1,86 @@
+"""A built-in name is written in one table; pages and help texts have it from there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from areal.rewards import BUILTIN, CHECKERS
+from areal_launch.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+V1 = ROOT / "services/areal/v1"
+sys.path.insert(0, str(ROOT / "tools"))
+
+import gen_lists  # noqa: E402
+
+_WRITTEN_BY_MAKE_DOCS = {"api.md", "commands.md", "configuration.md", "algorithms.md", "metrics.md"}
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Every page, proto, help text and docstring that a name could be repeated in, but tables."""
+    for file in sorted(
+        [
+            *ROOT.glob("*.md"),
+            *ROOT.glob("docs/*.md"),
+            *ROOT.glob("services/*/README.md"),
+            *ROOT.glob("services/areal*/**/*.py"),
+            *ROOT.glob("examples/*.py"),
+            *ROOT.glob("proto/**/*.proto"),
+            *ROOT.glob("charts/areal/**/*.yaml"),
+        ]
+    ):
+        generated = file.name in _WRITTEN_BY_MAKE_DOCS or file.is_relative_to(V1)
+        if generated or file.name == "CHANGELOG.md":
+            continue
+        yield str(file.relative_to(ROOT)), gen_lists.BLOCK.sub("", file.read_text())
+
+
+def lists_of(names: set[str], fewest: int = 3) -> Iterator[str]:
+    """Places with `fewest` of the names in a row, separated only by what separates in a list."""
+    name = rf"[`'\"*]*(?:{'|'.join(sorted(names, key=len, reverse=True))})[`'\"*]*"
+    between = r"(?:,\s*(?:#|//|\"|'|f\")?\s*(?:or |and )?|\s+or\s+|\s+and\s+|\s*\|\s*)"
+    pattern = re.compile(rf"(?<![\w/.-]){name}(?:{between}{name}){{{fewest - 1},}}(?![\w/-])")
+    for file, text in texts():
+        for found in pattern.finditer(text):
+            line = text.count("\n", 0, found.start()) + 1
+            yield f"{file}:{line}: {' '.join(found[0].split())}"
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in gen_lists.LISTS.values()}))
+def test_page_when_its_lists_are_written_again_then_it_is_the_committed_one(page: str) -> None:
+    assert gen_lists.filled(page) == (ROOT / page).read_text(), "make docs"
+
+
+def test_page_when_it_lacks_a_list_then_the_generator_names_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gen_lists, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/rewards.md").write_text("# Rewards\n")
+    with pytest.raises(SystemExit, match=r"has the lists \[\], expected \['rewards'\]"):
+        gen_lists.filled("docs/rewards.md")
+
+
+def test_lists_of_names_when_written_by_hand_then_they_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = 'help="one of aa, `bb`\n  or cc"'
+    monkeypatch.setattr(sys.modules[__name__], "texts", lambda: iter([("a.md", found)]))
+    assert list(lists_of({"aa", "bb", "cc"})) == ['a.md:1: aa, `bb` or cc"']
+    assert list(lists_of({"aa", "dd", "cc"})) == []
+
+
+def test_rewards_when_one_is_added_then_help_and_page_have_it_and_no_text_repeats_them() -> None:
+    submit = get_command(app).commands["submit"]  # type: ignore[attr-defined]
+    help_text = next(each.help for each in submit.params if each.name == "reward")
+    assert ", ".join(BUILTIN) in help_text
+    assert all(f"| `{name}` |" in gen_lists.rewards() for name in BUILTIN)
+    assert set(BUILTIN) - CHECKERS == {"reward_model"}
+    assert list(lists_of(set(BUILTIN))) == []
+    assert list(lists_of(set(BUILTIN) - {"math"}, 2)) == []
