@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from areal.config.transports import TRANSPORTS
 from areal.rewards import BUILTIN
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,8 +27,16 @@ def rewards() -> str:
     return "\n".join(["| name | the reward | code |", "|---|---|---|", *rows])
 
 
+def transports() -> str:
+    """The weight transports."""
+    rows = [f"| `{name}` | {each.goes} | {each.needs} |" for name, each in TRANSPORTS.items()]
+    head = ["| `weight_sync.transport` | where the bytes go | needs |", "|---|---|---|"]
+    return "\n".join([*head, *rows])
+
+
 LISTS: dict[str, tuple[str, Callable[[], str]]] = {
     "rewards": ("docs/rewards.md", rewards),
+    "transports": ("docs/weight-sync.md", transports),
 }
 """Name of a list -> the page that has it, and what writes it."""
 

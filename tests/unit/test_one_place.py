@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from areal.config.transports import TRANSPORTS
 from areal.rewards import BUILTIN, CHECKERS
 from areal_launch.cli import app
 
@@ -74,6 +75,11 @@ def test_lists_of_names_when_written_by_hand_then_they_are_noticed(
     monkeypatch.setattr(sys.modules[__name__], "texts", lambda: iter([("a.md", found)]))
     assert list(lists_of({"aa", "bb", "cc"})) == ['a.md:1: aa, `bb` or cc"']
     assert list(lists_of({"aa", "dd", "cc"})) == []
+
+
+def test_transports_when_listed_then_the_page_has_them_and_no_text_repeats_them() -> None:
+    assert all(f"| `{name}` |" in gen_lists.transports() for name in TRANSPORTS)
+    assert list(lists_of(set(TRANSPORTS))) == []
 
 
 def test_rewards_when_one_is_added_then_help_and_page_have_it_and_no_text_repeats_them() -> None:

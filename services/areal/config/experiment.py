@@ -36,9 +36,9 @@ from areal.config.services import (
     SandboxConfig,
     StackConfig,
     WeightSyncConfig,
-    in_object_store,
 )
 from areal.config.training import CriticConfig, PPOActorConfig, RefConfig
+from areal.config.transports import TRANSPORTS, in_object_store
 from areal.errors import ConfigError, did_you_mean
 from areal.security import SecurityConfig, redact
 from areal.types import GenerationHyperparameters
@@ -263,18 +263,21 @@ def validate(config: BaseExperimentConfig) -> None:
             )
     allocation = parse_allocation(config.allocation_mode)
     layout = allocation.layout
-    if allocation.sharing.together and config.weight_sync.transport == "distributed":
+    joined = TRANSPORTS[config.weight_sync.transport].process_group
+    if allocation.sharing.together and joined:
+        apart = [name for name, each in TRANSPORTS.items() if not each.process_group]
         raise ConfigError(
-            f"weight_sync.transport 'distributed': expected disk or stream with allocation_mode "
+            f"weight_sync.transport {config.weight_sync.transport!r}: expected "
+            f"{' or '.join(apart)} with allocation_mode "
             f"{config.allocation_mode!r}, because two ranks of a group cannot have one GPU"
         )
     for entry in config.endpoints.inference:
         parse_source(entry)
     _check_weights_path(config.weight_sync)
-    if config.weight_sync.transport == "distributed" and config.weight_sync.max_unavailable:
+    if joined and config.weight_sync.max_unavailable:
         raise ConfigError(
             f"weight_sync.max_unavailable {config.weight_sync.max_unavailable}: expected 0 with "
-            "transport distributed, which reaches all servers at once"
+            f"transport {config.weight_sync.transport}, which reaches all servers at once"
         )
     if isinstance(config, GRPOConfig):
         _complete(config)

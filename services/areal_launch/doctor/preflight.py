@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
-from areal.config.services import in_object_store
+from areal.config.transports import in_object_store
 from areal.errors import CannotStart, ConfigError
 from areal.types import GenerationHyperparameters
 from areal.weights.objects import ObjectStore
