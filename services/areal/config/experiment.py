@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -37,6 +37,7 @@ from areal.config.services import (
     StackConfig,
     WeightSyncConfig,
 )
+from areal.config.trackers import TrackerName
 from areal.config.training import CriticConfig, PPOActorConfig, RefConfig
 from areal.config.transports import TRANSPORTS, in_object_store
 from areal.errors import ConfigError, did_you_mean
@@ -83,11 +84,9 @@ class BaseExperimentConfig:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tracker: Literal["none", "wandb", "tensorboard", "trackio", "mlflow"] = "none"
-    """Where the metrics of each step go in addition to metrics.jsonl. Without a key in
-    WANDB_API_KEY or ~/.netrc, `wandb` runs offline (`wandb sync` uploads its data later).
-    `tensorboard` writes to the run folder, and so does `mlflow` unless MLFLOW_TRACKING_URI names a
-    server. Each tracker needs the pip extra of the same name."""
+    tracker: TrackerName = "none"
+    """Where the metrics of each step go in addition to metrics.jsonl; docs/metrics.md says where
+    each tracker writes. A tracker needs the pip extra of the same name."""
     stack: StackConfig = field(default_factory=StackConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)

@@ -36,8 +36,8 @@ class DatasetConfig:
     """The training rows."""
 
     path: str = ""
-    """A .jsonl, .json or .parquet file, a folder of them, `hf://org/name[/config][@revision]`, or a
-    name that the recipe understands."""
+    """A file of rows, such as rows.jsonl, a folder of them, `hf://org/name[/config][@revision]`
+    (docs/data.md), or a name that the recipe understands."""
     batch_size: Annotated[int, Ge(1)] = 64
     """Groups per train step (B); in a run without servers, rows per train step."""
 
