@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal.config.experiment import GRPOConfig, build_config, load_service_config, save_config
+from areal.config.losses import LOSSES
 from areal.config.transports import (
     OBJECT_STORES,
     STORING,
@@ -67,7 +68,7 @@ LIMITS = [
     ("actor.reward_clip", "0.1", "0", "more than 0"),
     ("actor.c_clip", "1.1", "1", "more than 1"),
     ("actor.dtype", "float64", "float16", "one of auto, float32, bfloat16, float64"),
-    ("actor.loss_type", "cispo", "trpo", "one of ppo, gspo, cispo, sapo"),
+    ("actor.loss_type", "cispo", "trpo", f"one of {', '.join(LOSSES)}"),
     ("actor.adv_norm", "batch/none", "group/group", "one of batch/batch, batch/none, none/batch"),
     ("actor.reward_norm", "leave1out/none", "none/none", "one of group/group"),
     ("actor.mb_spec.max_tokens_per_mb", "1", "0", "more than 0"),
