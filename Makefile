@@ -195,7 +195,7 @@ examples: $(STAMP) ## Run each example in miniature (ARGS='dpo distill')
 ##@ Check
 
 verify: $(STAMP) proto docs manifests lint typecheck imports layout ## Run all checks; fails if a generated file was not current
-	git diff --exit-code -- proto services/areal/v1 docs manifests charts
+	git diff --exit-code -- proto services/areal/v1 docs README.md manifests charts
 	@test -z "$$(git ls-files --others --exclude-standard -- services/areal/v1 docs manifests charts)" || \
 		{ echo 'generated files are not committed:'; git ls-files --others --exclude-standard -- services/areal/v1 docs manifests charts; exit 1; }
 

@@ -27,7 +27,7 @@ class Config(GRPOConfig):
     split: str = "test"
     """The split of a folder or dataset. A single file has no splits."""
     reward_name: str = "math"
-    """A built-in reward: math, multiple_choice, regex."""
+    """A built-in reward (docs/rewards.md)."""
 
 
 def main(argv):

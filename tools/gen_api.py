@@ -1,4 +1,4 @@
-"""Writes docs/api.md from signatures and docstrings. It parses the sources and imports none.
+"""Writes docs/api.md from signatures and docstrings, which it parses without importing them.
 
 Public are the names of `areal.__all__`, the built-in rewards, the functions and classes of
 `areal.datasets`, and the errors. The entry of a class has its constructor, its fields, and its
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from areal.rewards import BUILTIN
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "api.md"
@@ -91,7 +93,7 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(source_of(module).read_text())
 
 
-def literal(module: str, name: str) -> dict[str, str] | dict[str, tuple[str, str]]:
+def literal(module: str, name: str) -> dict[str, str]:
     """The value of a module's table."""
     for node in tree_of(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
@@ -111,9 +113,8 @@ def find(public: Public) -> ast.ClassDef | Function:
 def sections() -> Iterator[tuple[str, list[Public]]]:
     """The page's parts, each with its entries."""
     exports = literal("areal", "_EXPORTS")
-    yield "areal", [Public(name, str(module)) for name, module in sorted(exports.items())]
-    builtin = literal("areal.rewards", "BUILTIN")
-    yield "areal.rewards", [Public(name, module) for module, name in builtin.values()]
+    yield "areal", [Public(name, module) for name, module in sorted(exports.items())]
+    yield "areal.rewards", [Public(each.function, each.module) for each in BUILTIN.values()]
     yield (
         "areal.datasets",
         [
@@ -136,8 +137,7 @@ def sections() -> Iterator[tuple[str, list[Public]]]:
 
 def introduction(title: str) -> str:
     """The text below a section's title."""
-    builtin = literal("areal.rewards", "BUILTIN")
-    names = "\n".join(f'- `"{name}"`: `{each[1]}`' for name, each in builtin.items())
+    names = "\n".join(f'- `"{name}"`: `{each.function}`' for name, each in BUILTIN.items())
     return INTRODUCTIONS[title].format(names=names)
 
 

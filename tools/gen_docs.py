@@ -15,6 +15,7 @@ import gen_algorithms
 import gen_api
 import gen_commands
 import gen_learning_rules
+import gen_lists
 import gen_metrics
 import gen_migration
 from areal.config.experiment import GRPOConfig
@@ -109,7 +110,15 @@ def tables(cls: type, prefix: str = "") -> Iterator[str]:
 def main() -> int:
     """Writes the pages."""
     TARGET.write_text("\n\n".join([HEAD.rstrip(), "## top level", *tables(GRPOConfig)]) + "\n")
-    pages = (gen_api, gen_commands, gen_migration, gen_algorithms, gen_metrics, gen_learning_rules)
+    pages = (
+        gen_api,
+        gen_commands,
+        gen_migration,
+        gen_algorithms,
+        gen_metrics,
+        gen_learning_rules,
+        gen_lists,
+    )
     return max(page.main() for page in pages)
 
 

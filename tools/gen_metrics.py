@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from areal.chassis.authentication import Doorkeeper
 from areal.chassis.interceptors import CallInterceptor
 from areal.chassis.waits import Waits, WaitsCollector
+from areal.config.trackers import TRACKERS as KNOWN
 from areal.runs.metric_names import METRICS
 from areal.runs.status import TrainerStatus
 from areal.security import Security
@@ -58,13 +59,7 @@ resumes continues the tracker's run.
 
 | `tracker` | package | where its data goes |
 |---|---|---|
-| `wandb` | wandb | to Weights & Biases; without a key in `WANDB_API_KEY` or `~/.netrc`, to an \
-offline run, which `wandb sync` uploads |
-| `tensorboard` | tensorboardX | to event files in the run folder's `tensorboard/` |
-| `trackio` | trackio | to trackio's own folder (`TRACKIO_DIR`), or to the server or Space that \
-`TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` names; `trackio show` opens it |
-| `mlflow` | mlflow-skinny, SQLAlchemy and Alembic | to the server that \
-`MLFLOW_TRACKING_URI` names; without it, to the run folder's `mlflow.db` |
+{trackers}
 
 Trackers also get the result of each evaluation, under the step whose policy was measured. `NAME` is
 the name that the recipe gave the evaluation.
@@ -221,7 +216,11 @@ def page() -> str:
     steps = [name for name in METRICS if name != "Evaluations"]
     parts = [HEAD.rstrip()]
     parts += [f"### {name}\n\n{step_table(name)}" for name in steps]
-    parts.append(TRACKERS.rstrip().replace("{evaluations}", step_table("Evaluations")))
+    parts.append(
+        TRACKERS.rstrip()
+        .replace("{evaluations}", step_table("Evaluations"))
+        .replace("{trackers}", trackers())
+    )
     common = of_every_service("service")
     parts.append(
         "### Every service\n\n`areal_SERVICE` stands for `areal_buffer`, `areal_weight_sync` and "
@@ -236,6 +235,11 @@ def page() -> str:
         "name for it.\n\n" + service_table(of_the_cpu_engine())
     )
     return "\n\n".join(parts) + "\n"
+
+
+def trackers() -> str:
+    """One row for each tracker."""
+    return "\n".join(f"| `{n}` | {each.package} | {each.goes} |" for n, each in KNOWN.items())
 
 
 def main() -> int:

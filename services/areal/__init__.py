@@ -9,7 +9,7 @@ from areal.moved import keep_former_names
 
 keep_former_names()
 
-# Public name -> module that defines it.
+# Public name -> module that defines it. A new name is also added to the imports below.
 _EXPORTS = {
     "AgentWorkflow": "areal.agents.workflow",
     "Conversation": "areal.workflows.conversation",
@@ -21,14 +21,13 @@ _EXPORTS = {
     "GenerationHyperparameters": "areal.types",
     "InferenceEngine": "areal.workflows.base",
     "LLMRequest": "areal.types",
-    "McpServer": "areal.types",
     "LLMResponse": "areal.types",
+    "McpServer": "areal.types",
     "MultiTurnWorkflow": "areal.workflows.multi_turn",
     "OfflineTrainer": "areal_torch.engines.offline",
     "RLVRWorkflow": "areal.workflows.rlvr",
     "RemoteSGLangEngine": "areal_torch.engines.rollout",
     "RolloutWorkflow": "areal.workflows.base",
-    "make_trajectory": "areal.workflows.base",
     "StatefulLoader": "areal.datasets.loader",
     "ToolWorkflow": "areal.workflows.tool",
     "TrainEngine": "areal_torch.engines.train_api",
@@ -37,67 +36,43 @@ _EXPORTS = {
     "WeightUpdateMeta": "areal.types",
     "group_reward": "areal.rewards.group",
     "load_expr_config": "areal.config.experiment",
+    "make_trajectory": "areal.workflows.base",
     "rubric": "areal.rewards.rubric",
     "shuffle_rewards": "areal_torch.algorithms.controls",
 }
 
-__all__ = [
-    "AgentWorkflow",
-    "Conversation",
-    "EnvWorkflow",
-    "Environment",
-    "FSDPPPOActor",
-    "FSDPPPOCritic",
-    "GRPOConfig",
-    "GenerationHyperparameters",
-    "InferenceEngine",
-    "LLMRequest",
-    "LLMResponse",
-    "McpServer",
-    "MultiTurnWorkflow",
-    "OfflineTrainer",
-    "RLVRWorkflow",
-    "RemoteSGLangEngine",
-    "RolloutWorkflow",
-    "StatefulLoader",
-    "ToolWorkflow",
-    "TrainEngine",
-    "Trajectory",
-    "VerifiersWorkflow",
-    "WeightUpdateMeta",
-    "group_reward",
-    "load_expr_config",
-    "make_trajectory",
-    "rubric",
-    "shuffle_rewards",
-]
-
+# Type checkers take `X as X` for public; a test compares with the table.
 if TYPE_CHECKING:
-    from areal.agents.verifiers import VerifiersWorkflow
-    from areal.agents.workflow import AgentWorkflow
-    from areal.config.experiment import GRPOConfig, load_expr_config
-    from areal.datasets.loader import StatefulLoader
-    from areal.rewards.group import group_reward
-    from areal.rewards.rubric import rubric
-    from areal.types import (
-        GenerationHyperparameters,
-        LLMRequest,
-        LLMResponse,
-        Trajectory,
-        WeightUpdateMeta,
-    )
-    from areal.workflows.base import InferenceEngine, RolloutWorkflow, make_trajectory
-    from areal.workflows.conversation import Conversation
-    from areal.workflows.environment import Environment, EnvWorkflow
-    from areal.workflows.multi_turn import MultiTurnWorkflow
-    from areal.workflows.rlvr import RLVRWorkflow
-    from areal.workflows.tool import ToolWorkflow
-    from areal_torch.algorithms.controls import shuffle_rewards
-    from areal_torch.engines.offline import OfflineTrainer
-    from areal_torch.engines.ppo_actor import FSDPPPOActor
-    from areal_torch.engines.ppo_critic import FSDPPPOCritic
-    from areal_torch.engines.rollout import RemoteSGLangEngine
-    from areal_torch.engines.train_api import TrainEngine
+    from areal.agents.verifiers import VerifiersWorkflow as VerifiersWorkflow
+    from areal.agents.workflow import AgentWorkflow as AgentWorkflow
+    from areal.config.experiment import GRPOConfig as GRPOConfig
+    from areal.config.experiment import load_expr_config as load_expr_config
+    from areal.datasets.loader import StatefulLoader as StatefulLoader
+    from areal.rewards.group import group_reward as group_reward
+    from areal.rewards.rubric import rubric as rubric
+    from areal.types import GenerationHyperparameters as GenerationHyperparameters
+    from areal.types import LLMRequest as LLMRequest
+    from areal.types import LLMResponse as LLMResponse
+    from areal.types import McpServer as McpServer
+    from areal.types import Trajectory as Trajectory
+    from areal.types import WeightUpdateMeta as WeightUpdateMeta
+    from areal.workflows.base import InferenceEngine as InferenceEngine
+    from areal.workflows.base import RolloutWorkflow as RolloutWorkflow
+    from areal.workflows.base import make_trajectory as make_trajectory
+    from areal.workflows.conversation import Conversation as Conversation
+    from areal.workflows.environment import Environment as Environment
+    from areal.workflows.environment import EnvWorkflow as EnvWorkflow
+    from areal.workflows.multi_turn import MultiTurnWorkflow as MultiTurnWorkflow
+    from areal.workflows.rlvr import RLVRWorkflow as RLVRWorkflow
+    from areal.workflows.tool import ToolWorkflow as ToolWorkflow
+    from areal_torch.algorithms.controls import shuffle_rewards as shuffle_rewards
+    from areal_torch.engines.offline import OfflineTrainer as OfflineTrainer
+    from areal_torch.engines.ppo_actor import FSDPPPOActor as FSDPPPOActor
+    from areal_torch.engines.ppo_critic import FSDPPPOCritic as FSDPPPOCritic
+    from areal_torch.engines.rollout import RemoteSGLangEngine as RemoteSGLangEngine
+    from areal_torch.engines.train_api import TrainEngine as TrainEngine
+else:
+    __all__ = sorted(_EXPORTS)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
@@ -107,4 +82,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(_EXPORTS)

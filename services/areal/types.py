@@ -332,7 +332,7 @@ class WeightUpdateMeta:
     """Names the transport that carries new weights from the trainer to the inference servers."""
 
     type: str = ""
-    """`disk`, `stream` or `distributed`; empty means the value of `weight_sync.transport`."""
+    """A transport of docs/weight-sync.md; empty means the value of `weight_sync.transport`."""
     path: str = ""
     """Where versions are published; empty means the value of `weight_sync.path`."""
 

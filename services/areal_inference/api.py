@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
-from areal.errors import InvalidInput
+from areal.request_fields import OutOfRange, WrongKind, get, number, shown, whole
 from areal_inference.decode.grammar import KINDS, Grammar, GrammarError
 from areal_inference.decode.request import Request, SamplingParams
 from areal_inference.model.config import ServedModel
@@ -80,11 +80,11 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class SchemaError(InvalidInput):
+class SchemaError(WrongKind):
     """A field is missing, of the wrong type or unknown."""
 
 
-class RequestError(InvalidInput):
+class RequestError(OutOfRange):
     """A well-formed request that this engine refuses."""
 
 
@@ -267,7 +267,8 @@ def _check_prompt(ids: Any, limits: Limits) -> None:
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
         raise RequestError(
-            f"input_ids: token id {bad} is out of vocabulary, expected 0..{limits.vocab_size - 1}"
+            f"input_ids: token id {shown(bad)} is out of vocabulary, expected "
+            f"0..{limits.vocab_size - 1}"
         )
     if len(ids) >= limits.context_length:
         raise RequestError(
@@ -302,7 +303,7 @@ def _sampling_params(
         raise RequestError(
             f"Requested token count exceeds the model's maximum context length of "
             f"{min(limits.context_length, limits.max_total_tokens)} tokens: {prompt_length} tokens "
-            f"from the input and {max_new} for the completion (max_new_tokens)."
+            f"from the input and {shown(max_new)} for the completion (max_new_tokens)."
         )
     stop = raw.get("stop_token_ids") or []
     if not isinstance(stop, list) or not all(type(i) is int for i in stop):
@@ -368,35 +369,18 @@ def _per_prompt(
 
 
 def _boolean(body: dict[str, Any], name: str, *, default: bool) -> bool:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise SchemaError(f"{name}: {value!r}, expected true or false")
-    return value
+    value = get(body, name, bool)
+    return default if value is None else value
 
 
 def _integer(body: dict[str, Any], name: str, default: Any, low: int, high: int | None) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) is not int:
-        raise SchemaError(f"{name}: {value!r}, expected an integer")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"{low}..{high}"
-        raise RequestError(f"{name}: {value}, expected {bound}")
-    return value
+    value = whole(body, name, low, high)
+    return default if value is None else value
 
 
 def _number(body: dict[str, Any], name: str, default: float, *, low: float, high: float) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) not in (int, float):
-        raise SchemaError(f"sampling_params.{name}: {value!r}, expected a number")
-    if not low <= value <= high:
-        raise RequestError(f"sampling_params.{name}: {value}, expected {low:g}..{high:g}")
-    return float(value)
+    value = number(body, name, low, high, "sampling_params.")
+    return default if value is None else value
 
 
 # --- responses ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from areal.errors import ArealError, InvalidInput
+from areal.rewards import BUILTIN
 from areal.security import redact
 from areal_launch.arguments import (
     RECIPE_HELP,
@@ -423,8 +424,8 @@ def submit(
     reward: Annotated[
         str,
         typer.Option(
-            help="Reward function: math, multiple_choice or regex; default: the recipe's "
-            "reward_fn if it has one, else math."
+            help=f"Reward function: {', '.join(BUILTIN)}, or one of the recipe; default: the "
+            "recipe's reward_fn if it has one, else math."
         ),
     ] = "",
     recipe: Annotated[

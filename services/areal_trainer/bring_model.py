@@ -25,7 +25,7 @@ from typing import Annotated
 import typer
 
 from areal.config.model_origin import HUB
-from areal.config.services import in_object_store
+from areal.config.transports import in_object_store
 from areal.errors import ArealError, InvalidInput
 from areal_trainer import model_sources
 from areal_trainer.model_folder import lacks, mark_ready, ready_file, ready_from

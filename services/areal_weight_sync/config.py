@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import GRPOConfig
-from areal.config.services import in_object_store, transport_order
+from areal.config.transports import in_object_store, transport_order
 from areal_weight_sync.engine.routes import Routes
 
 # Where `python -m areal.weights.sidecar` listens beside each unmodified SGLang: one on each host.

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from areal.chassis.logging import get_logger
 from areal.chassis.rare_log import RareLog
-from areal.config.services import in_object_store
+from areal.config.transports import in_object_store
 from areal.errors import CapacityExceeded, ConfigError, InvalidInput, NotFound
 from areal.weights.broadcast import Offer, Seats, buckets
 from areal.weights.manifest import (

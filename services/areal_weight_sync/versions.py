@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areal.chassis.logging import get_logger
 from areal.chassis.rare_log import RareLog
-from areal.config.services import in_object_store
+from areal.config.transports import in_object_store
 from areal.errors import InvalidInput
 from areal.weights.delta import complete
 from areal.weights.manifest import SPARE, PolicyVersion, parse_version_dir

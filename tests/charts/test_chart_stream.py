@@ -1,9 +1,20 @@
 """`weight_sync.transport=stream`: servers without a volume."""
 
 import pytest
-from tests.charts.rendering import experiment, named, pods, render, render_ci
+from tests.charts.rendering import experiment, named, of_kind, pods, render, render_ci
+
+from areal.config.transports import TRANSPORTS
 
 STREAM = ("--set", "overrides.weight_sync.transport=stream")
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_chart_when_a_transport_is_set_then_volume_and_policy_are_as_the_table_of_them_says(name):
+    objects = render("--set", f"overrides.weight_sync.transport={name}")
+    volumes = {volume["name"] for volume in server(objects).spec["volumes"]}
+    assert ("data" in volumes) is TRANSPORTS[name].shared_volume, "areal.remoteWeights"
+    policies = {each["metadata"]["name"] for each in of_kind(objects, "NetworkPolicy")}
+    assert ("areal-broadcast" in policies) is TRANSPORTS[name].process_group
 
 
 def server(objects):

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from tests.inference_server import make_model, save_tokenizer
 from tests.ports import free_port
 
+from areal.config import transports
+from areal.config.transports import STORING
 from areal.security import Security
 from areal.weights.broadcast import Offer, Seat, Seats, buckets
 from areal.weights.delta import DeltaChain
@@ -34,9 +36,9 @@ from areal_weight_sync.versions import DigestCache
 
 SECURITY = Security(token="0123456789abcdef")
 HEADERS = SECURITY.headers()
-TRANSPORTS = ["disk", "stream"]
+TRANSPORTS = list(STORING)
 """Those that keep a version."""
-EVERY_TRANSPORT = [*TRANSPORTS, "distributed"]
+EVERY_TRANSPORT = list(transports.TRANSPORTS)
 T = TypeVar("T")
 
 

@@ -24,7 +24,7 @@ def test_reference_when_generated_again_then_it_is_the_committed_one() -> None:
 def test_reference_when_read_then_every_public_name_has_an_entry_with_text() -> None:
     entries = re.split(r"^### ", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)[1:]
     texts = {entry.splitlines()[0]: entry.split("\n", 1)[1] for entry in entries}
-    assert {*areal.__all__, *(name for _, name in BUILTIN.values())} <= set(texts)
+    assert {*areal.__all__, *(each.function for each in BUILTIN.values())} <= set(texts)
     for name, text in texts.items():
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL).strip()
         assert len(prose) > 10, name

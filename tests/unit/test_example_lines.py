@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from areal.config.experiment import GRPOConfig, build_config
-from areal.config.presets import ALGORITHMS
+from areal.config.presets import PRESETS
 from areal.errors import ConfigError
 from areal.recipe import find_config_class, load_recipe
 from areal_launch.commands.builtin_recipes import find_recipe
@@ -152,7 +152,7 @@ def test_settings_when_a_key_is_mistyped_then_the_nearest_is_named(
         assert f"did you mean {key!r}" in str(caught.value), mistyped(key)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", PRESETS)
 def test_algorithm_when_mistyped_then_the_nearest_is_named(algorithm: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean '{algorithm}'"):
         build_config(GRPOConfig, None, [f"algorithm={mistyped(algorithm)}"])

@@ -61,7 +61,7 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- include "areal.context" (.Values.common.securityContext | default dict) }}
 {{- end }}
 
-{{/* `true` if servers mount no volume for weights, because weights are streamed or in an object store. Takes the experiment. */}}
+{{/* `true` if servers mount no volume for weights, because weights are streamed or in an object store: as services/areal/config/transports.py says of each transport. Takes the experiment. */}}
 {{- define "areal.remoteWeights" -}}
 {{- $own := dig "weight_sync" dict . }}
 {{- if or (eq (dig "transport" "disk" $own) "stream") (contains "://" (dig "path" "" $own)) }}true{{ end }}

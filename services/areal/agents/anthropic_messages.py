@@ -27,18 +27,10 @@ from pydantic import BaseModel
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import (
-    arguments_of,
-    count,
-    get,
-    need,
-    objects,
-    shown,
-    template_of,
-    texts,
-)
+from areal.agents.fields import arguments_of, count, objects, template_of, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
+from areal.request_fields import get, need, shown
 from areal.tokenizer.json_text import loads
 from areal.workflows.rendering import Message as ChatMessage
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal.agents.fields import get, need, shown
 from areal.errors import InvalidInput
+from areal.request_fields import get, need, shown
 from areal.tokenizer import Tokenizer
 from areal.tokenizer.json_text import dumps
 from areal.workflows.rendering import ChatRenderer, Message

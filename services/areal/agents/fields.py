@@ -1,23 +1,17 @@
-"""Reads the fields of a request's JSON; every error names the field and what was expected."""
+"""Reads the fields that the agent APIs share; every error names the field and what was expected."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from areal.errors import InvalidInput
-from areal.tokenizer.json_text import json_object, loads
+from areal.request_fields import get, number, shown, whole
+from areal.tokenizer.json_text import json_object
 from areal.types import SPLITS, TIMEOUTS, Score
 from areal.workflows.rendering import Message
 
-T = TypeVar("T")
-_NAMES: dict[Any, str] = {
-    str: "a string",
-    int: "a whole number",
-    bool: "true or false",
-    list: "a list",
-}
 _PART = re.compile(r"[\w.-]{1,64}")
 # With the number as we write it: no leading zeros, and no digits of other scripts.
 _ANSWER = re.compile(r"(?:chatcmpl|cmpl|gen|msg|resp)-(.+)-(0|[1-9][0-9]{0,8})", re.DOTALL)
@@ -26,62 +20,13 @@ _MAX_ITEMS = 1 << 16
 # Each piece of an answer is compared with them while it is streamed.
 _MAX_STOPS, _MAX_STOP_CHARS = 64, 1000
 _TAKEN = ("mean", "std", TIMEOUTS, SPLITS)
-_NAMES |= {dict: "an object"}
 _OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"}
 """Variables of chat templates that are set by other means."""
 
 
-def shown(value: Any) -> str:
-    """How an error shows a value: its first characters."""
-    return repr(str(value)[:80])
-
-
-def body_of(content: bytes) -> dict[str, Any]:
-    """Returns a request's body; raises InvalidInput."""
-    try:
-        body = loads(content)
-    except ValueError as error:
-        raise InvalidInput(f"body: not JSON ({error})") from None
-    if not isinstance(body, dict):
-        raise InvalidInput("body: expected a JSON object")
-    return body
-
-
-def get(body: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T | None:
-    """Returns a field that may be absent or null."""
-    value = body.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InvalidInput(f"{where}{name}: expected {_NAMES[kind]}, got {shown(value)}")
-    return value
-
-
-def need(body: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T:
-    """Returns a required field."""
-    value = get(body, name, kind, where)
-    if value is None:
-        raise InvalidInput(f"{where}{name}: expected {_NAMES[kind]}, got none")
-    return value
-
-
 def count(body: Mapping[str, Any], name: str, most: int = 1 << 31) -> int | None:
     """Returns a number of 1 or more."""
-    value = get(body, name, int)
-    if value is not None and not 1 <= value <= most:
-        raise InvalidInput(f"{name} {value}: expected 1 to {most}")
-    return value
-
-
-def number(body: Mapping[str, Any], name: str) -> float | None:
-    """Returns a finite number."""
-    value = body.get(name)
-    if value is None:
-        return None
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not -1e9 < value < 1e9:
-        raise InvalidInput(f"{name} {shown(value)}: expected a number")
-    return float(value)
+    return whole(body, name, 1, most)
 
 
 def score(body: Mapping[str, Any]) -> Score | None:

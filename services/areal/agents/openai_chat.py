@@ -24,18 +24,10 @@ from openai.types.completion_usage import CompletionUsage
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import (
-    arguments_of,
-    count,
-    get,
-    need,
-    objects,
-    shown,
-    template_of,
-    texts,
-)
+from areal.agents.fields import arguments_of, count, objects, template_of, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
+from areal.request_fields import get, need, shown
 from areal.tokenizer import Tokenizer
 from areal.workflows.rendering import Message
 

@@ -31,17 +31,9 @@ from pydantic import ValidationError
 
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import (
-    arguments_of,
-    count,
-    get,
-    need,
-    number_of,
-    objects,
-    shown,
-    template_of,
-)
+from areal.agents.fields import arguments_of, count, number_of, objects, template_of
 from areal.errors import InvalidInput, NotFound
+from areal.request_fields import get, need, shown
 from areal.tokenizer import Tokenizer
 from areal.workflows.rendering import Message
 

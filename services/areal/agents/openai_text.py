@@ -11,10 +11,11 @@ from openai.types.completion_choice import CompletionChoice, Logprobs
 
 from areal.agents.allowed import SAMPLING_PARAMS
 from areal.agents.chat import Answer
-from areal.agents.fields import count, get, need, texts
+from areal.agents.fields import count, texts
 from areal.agents.openai_chat import MAX_N, id_of, usage_of
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
+from areal.request_fields import get, need
 from areal.tokenizer import Tokenizer
 
 

@@ -21,11 +21,12 @@ from urllib.parse import unquote
 
 from areal.agents.allowed import ROUTES
 from areal.agents.chat import Answer
-from areal.agents.fields import body_of, get, number_of, score
+from areal.agents.fields import number_of, score
 from areal.agents.headers import Repeats, api_key
 from areal.agents.replies import Reply, delivery, refused, streamed
 from areal.agents.session import OnBug, Session, report_bug
 from areal.errors import ArealError, InvalidInput, NotFound
+from areal.request_fields import body_of, get
 from areal.tokenizer.json_text import dumps
 from areal.workflows.large_text import apart
 from areal.workflows.rendering import Message

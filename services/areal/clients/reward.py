@@ -36,7 +36,7 @@ class RewardClient(Client):
         """Scores a batch.
 
         Args:
-            spec_name: Function in the recipe, or a built-in: "math", "multiple_choice", "regex".
+            spec_name: Function in the recipe, or a built-in (`areal.rewards.BUILTIN`).
             recipe_digest: sha256 hex of the recipe's source; "" for a built-in.
             kwargs: Keyword arguments of every call; JSON types only.
             items: What to score.

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,9 +36,10 @@ from areal.config.services import (
     SandboxConfig,
     StackConfig,
     WeightSyncConfig,
-    in_object_store,
 )
+from areal.config.trackers import TrackerName
 from areal.config.training import CriticConfig, PPOActorConfig, RefConfig
+from areal.config.transports import TRANSPORTS, in_object_store
 from areal.errors import ConfigError, did_you_mean
 from areal.security import SecurityConfig, redact
 from areal.types import GenerationHyperparameters
@@ -83,11 +84,9 @@ class BaseExperimentConfig:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tracker: Literal["none", "wandb", "tensorboard", "trackio", "mlflow"] = "none"
-    """Where the metrics of each step go in addition to metrics.jsonl. Without a key in
-    WANDB_API_KEY or ~/.netrc, `wandb` runs offline (`wandb sync` uploads its data later).
-    `tensorboard` writes to the run folder, and so does `mlflow` unless MLFLOW_TRACKING_URI names a
-    server. Each tracker needs the pip extra of the same name."""
+    tracker: TrackerName = "none"
+    """Where the metrics of each step go in addition to metrics.jsonl; docs/metrics.md says where
+    each tracker writes. A tracker needs the pip extra of the same name."""
     stack: StackConfig = field(default_factory=StackConfig)
     endpoints: EndpointsConfig = field(default_factory=EndpointsConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
@@ -263,18 +262,21 @@ def validate(config: BaseExperimentConfig) -> None:
             )
     allocation = parse_allocation(config.allocation_mode)
     layout = allocation.layout
-    if allocation.sharing.together and config.weight_sync.transport == "distributed":
+    joined = TRANSPORTS[config.weight_sync.transport].process_group
+    if allocation.sharing.together and joined:
+        apart = [name for name, each in TRANSPORTS.items() if not each.process_group]
         raise ConfigError(
-            f"weight_sync.transport 'distributed': expected disk or stream with allocation_mode "
+            f"weight_sync.transport {config.weight_sync.transport!r}: expected "
+            f"{' or '.join(apart)} with allocation_mode "
             f"{config.allocation_mode!r}, because two ranks of a group cannot have one GPU"
         )
     for entry in config.endpoints.inference:
         parse_source(entry)
     _check_weights_path(config.weight_sync)
-    if config.weight_sync.transport == "distributed" and config.weight_sync.max_unavailable:
+    if joined and config.weight_sync.max_unavailable:
         raise ConfigError(
             f"weight_sync.max_unavailable {config.weight_sync.max_unavailable}: expected 0 with "
-            "transport distributed, which reaches all servers at once"
+            f"transport {config.weight_sync.transport}, which reaches all servers at once"
         )
     if isinstance(config, GRPOConfig):
         _complete(config)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from areal.config.services import in_object_store
+from areal.config.transports import in_object_store
 from areal.errors import ConfigError
 
 HUB = "hf://"

@@ -7,13 +7,7 @@ generated from this table.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
-
-Algorithm = Literal[
-    "grpo", "ppo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline",
-    "lite_ppo", "gspo", "cispo", "sapo", "dapo", "m2po",
-]  # fmt: skip
-ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+from typing import TYPE_CHECKING, Any, Literal
 
 
 @dataclass(frozen=True)
@@ -156,11 +150,17 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+if TYPE_CHECKING:
+    Algorithm = str
+else:
+    Algorithm = Literal[tuple(PRESETS)]
+
+
 def preset(algorithm: str, max_new_tokens: int) -> dict[str, dict[str, Any]]:
     """Returns the keys that an algorithm sets, by section.
 
     Args:
-        algorithm: One of `ALGORITHMS`.
+        algorithm: A name in `PRESETS`.
         max_new_tokens: The limit for a response; DAPO's penalty begins at a fraction of it.
     """
     chosen = PRESETS[algorithm]

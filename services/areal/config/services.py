@@ -7,27 +7,12 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-_STORING = ("disk", "stream")
-
-
-OBJECT_STORES = ("s3://", "gs://", "az://")
-"""What `weight_sync.path` begins with when it is no folder."""
-
-
-def in_object_store(place: str) -> bool:
-    """Returns whether an address is in a bucket; otherwise it is a folder."""
-    return place.startswith(OBJECT_STORES)
+from areal.config.transports import TransportName, in_object_store
 
 
 def rollouts_url(versions: str) -> str:
     """Where copies of kept rollouts go: beside the versions, if those are in an object store."""
     return f"{versions.rstrip('/')}-rollouts" if in_object_store(versions) else ""
-
-
-def transport_order(first: str) -> tuple[str, ...]:
-    """Returns the ways to store and read a version: the configured one, then the other."""
-    ahead = (first,) if first in _STORING else ()
-    return (*ahead, *(name for name in _STORING if name != first))
 
 
 @dataclass
@@ -51,8 +36,8 @@ class DatasetConfig:
     """The training rows."""
 
     path: str = ""
-    """A .jsonl, .json or .parquet file, a folder of them, `hf://org/name[/config][@revision]`, or a
-    name that the recipe understands."""
+    """A file of rows, such as rows.jsonl, a folder of them, `hf://org/name[/config][@revision]`
+    (docs/data.md), or a name that the recipe understands."""
     batch_size: Annotated[int, Ge(1)] = 64
     """Groups per train step (B); in a run without servers, rows per train step."""
 
@@ -137,12 +122,9 @@ class BufferConfig:
 class WeightSyncConfig:
     """How policy versions reach the inference servers."""
 
-    transport: Literal["disk", "stream", "distributed"] = "disk"
-    """How servers get new weights. `disk`: from safetensors on a volume that all servers mount.
-    `stream`: the trainer uploads the weights once to weight-sync's store, and the servers download
-    them; no shared volume is needed. If one of these two fails, the other is tried. `distributed`:
-    the trainer broadcasts the weights to the serving servers (gloo, or NCCL on GPUs). It also
-    writes them as `disk` does, for new servers and for servers that the broadcast did not reach."""
+    transport: TransportName = "disk"
+    """How servers get new weights; docs/weight-sync.md says what each transport does and needs. If
+    one that stores versions fails, the next one is tried."""
     encoding: Literal["full", "delta"] = "full"
     """What the trainer writes or uploads. `full`: all weights. `delta`: only the changes, unless
     they are at least half as large as all weights. Servers that have the previous version read the

@@ -18,15 +18,13 @@ rows are those of the JSON Lines file that it was made from.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from areal.datasets.jsonl import load_jsonl
 from areal.errors import InvalidInput, Unavailable
 
-# The one that there are files of is read; Parquet first.
-_FORMATS = (".parquet", ".jsonl", ".json")
 _ANSWER_S = 30.0  # of the Hub, to a question that is not a download
 # A branch that the Hub makes itself.
 _CONVERTED = "refs/convert/parquet"
@@ -36,7 +34,7 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
     """Returns the rows of a file, a folder, or a dataset on the Hugging Face Hub.
 
     Args:
-        address: A .jsonl, .json or .parquet file, a folder of such files, or a dataset on the Hub,
+        address: A file in a format of `READERS`, a folder of such files, or a dataset on the Hub,
             `hf://org/name[/config][@revision]`.
         split: The split to read from a folder or dataset: the files that are named after the split
             or are in a folder of that name. A single file is the split `train`, and the one that it
@@ -127,22 +125,23 @@ class NoSplitError(InvalidInput):
 
 def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
     """The files of a split, in order: all of one form and one config."""
+    known = tuple(READERS)
     # Folders have .json files that are no rows (dataset_infos.json).
     listed = sorted(
         each
         for each in files
-        if each.endswith(_FORMATS)
+        if each.endswith(known)
         and (PurePosixPath(each).suffix != ".json" or _is_of(PurePosixPath(each), split))
     )
     if not listed:
         raise _NoFilesError(
-            f"dataset {address}: no {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]} files there"
+            f"dataset {address}: no {', '.join(known[:-1])} or {known[-1]} files there"
         )
     mine = [each for each in listed if _is_of(PurePosixPath(each), split)]
     if not mine:
         shown = ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "")
         raise NoSplitError(f"dataset {address}: no files of split {split!r} among {shown}")
-    form = next(form for form in _FORMATS if any(each.endswith(form) for each in mine))
+    form = next(form for form in READERS if any(each.endswith(form) for each in mine))
     mine = [each for each in mine if each.endswith(form)]
     configs = {
         tuple(part for part in PurePosixPath(each).parts[:-1] if part != split) for each in mine
@@ -169,8 +168,10 @@ def _read(folder: Path, files: Iterable[str], address: str) -> list[dict[str, An
 
 
 def _read_file(file: Path) -> list[dict[str, Any]]:
-    if file.suffix != ".parquet":
-        return load_jsonl(file)
+    return READERS.get(file.suffix, load_jsonl)(file)
+
+
+def _read_parquet(file: Path) -> list[dict[str, Any]]:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -188,3 +189,11 @@ def _unpadded(value: Any) -> Any:
     if isinstance(value, list):
         return [_unpadded(each) for each in value]
     return value
+
+
+READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": load_jsonl,
+    ".json": load_jsonl,
+}
+"""The one table of file formats. Of a split with files in several, the first here is read."""

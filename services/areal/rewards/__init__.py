@@ -4,20 +4,51 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from areal.errors import InvalidInput, nearest
 
-# name -> (module, function); a module is imported when its reward is first asked for, one that
-# needs torch by no one else. A class is made once in each process, with the fixed arguments.
-BUILTIN = {
-    "math": ("areal.rewards.math", "math_reward"),
-    "multiple_choice": ("areal.rewards.multiple_choice", "multiple_choice_reward"),
-    "reward_model": ("areal_torch.engines.reward_scorer", "RewardModel"),
-    "regex": ("areal.rewards.regex", "regex_reward"),
-}
 
-CHECKERS = frozenset({"math", "multiple_choice", "regex"})
+@dataclass(frozen=True)
+class BuiltinReward:
+    """One reward: where it is, and what it does."""
+
+    module: str
+    """Imported when a worker first needs the reward, so one that needs torch burdens no other."""
+    function: str
+    """A function of the module, or a class, of which each process creates one instance with the
+    fixed arguments."""
+    meaning: str
+    """Completes the sentence "The reward …" in the documentation."""
+    checks_text: bool = True
+    """Whether its time depends on the texts alone. Then an answer that takes too long scores 0."""
+
+
+BUILTIN: dict[str, BuiltinReward] = {
+    "math": BuiltinReward(
+        "areal.rewards.math",
+        "math_reward",
+        "compares a final answer with the row's `answer`: numbers and LaTeX",
+    ),
+    "multiple_choice": BuiltinReward(
+        "areal.rewards.multiple_choice",
+        "multiple_choice_reward",
+        "compares the letter that the text chooses with the row's `answer`",
+    ),
+    "regex": BuiltinReward(
+        "areal.rewards.regex", "regex_reward", "matches the text with the argument `pattern`"
+    ),
+    "reward_model": BuiltinReward(
+        "areal_torch.engines.reward_scorer",
+        "RewardModel",
+        "scores with an exported reward model ([example](../examples/tldr.py))",
+        checks_text=False,
+    ),
+}
+"""The one table of built-in rewards: help texts, docs/rewards.md and docs/api.md follow it."""
+
+CHECKERS = frozenset(name for name, reward in BUILTIN.items() if reward.checks_text)
 """Built-in rewards whose time depends on the texts alone: one that is too slow scores 0."""
 
 
@@ -30,9 +61,10 @@ def builtin_reward(name: str) -> Callable[..., Any]:
     """
     if name not in BUILTIN:
         raise InvalidInput(f"reward {name!r}: no such built-in{nearest(name, BUILTIN)}")
-    module, function = BUILTIN[name]
+    found = BUILTIN[name]
     try:
-        return cast("Callable[..., Any]", getattr(importlib.import_module(module), function))
+        module = importlib.import_module(found.module)
+        return cast("Callable[..., Any]", getattr(module, found.function))
     except ModuleNotFoundError as error:
         raise InvalidInput(
             f"reward {name!r}: needs the package {error.name!r}, which is not installed where "

@@ -63,7 +63,7 @@ class RewardSpec(_message.Message):
     recipe_digest: _builtins.str
     """The SHA-256 of the recipe's source, in hex; empty for a built-in reward."""
     name: _builtins.str
-    """Function in the recipe, or a built-in: "math", "multiple_choice", "regex", "reward_model"."""
+    """Function in the recipe, or a built-in (areal.rewards.BUILTIN)."""
     kwargs_json: _builtins.str
     """Keyword arguments as a JSON object; may be empty."""
     def __init__(

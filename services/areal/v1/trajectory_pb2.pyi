@@ -143,7 +143,7 @@ class WorkflowSpec(_message.Message):
     workflow.
     """
     name: _builtins.str
-    """Class name in the recipe, or a built-in name: "rlvr"."""
+    """Class name in the recipe, or a built-in (areal.workflows.specs.builtin_workflows)."""
     kwargs_json: _builtins.str
     """Keyword arguments as a JSON object; a function is {"$function": "qualified_name"}."""
     def __init__(

@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
-from areal.config.services import in_object_store
+from areal.config.transports import in_object_store
 from areal.errors import InvalidInput
 from areal.weights.manifest import (
     MANIFEST,

@@ -72,8 +72,8 @@ class EnvWorkflow(RolloutWorkflow):
 
         Args:
             environment: A class or function of the recipe that returns an `Environment`, or a name:
-                "reasoning_gym:TASK", "gymnasium:ID", "openenv:URL" or "module:Class". For a
-                reasoning_gym task, create the rows with
+                "NAME:REST" of a library in `areal.workflows.gyms.SOURCES` (docs/workflows.md), or
+                "module:Class". For a reasoning_gym task, create the rows with
                 `areal.workflows.gyms.reasoning_gym_rows`.
             gconfig: Sampling parameters; `max_new_tokens` limits each answer. None means the
                 defaults of `GenerationHyperparameters`.

@@ -1,10 +1,11 @@
-"""Environments by name: reasoning_gym:TASK, gymnasium:ID, openenv:URL, module:Class."""
+"""Environments by name: NAME:REST of a library in the table `SOURCES`, or module:Class."""
 
 from __future__ import annotations
 
 import importlib
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -22,30 +23,16 @@ def find_environment(name: str) -> Callable[..., Any]:
     """
     source, _, rest = name.partition(":")
     if not source or not rest:
-        raise InvalidInput(
-            f"environment {name!r}: expected reasoning_gym:TASK, gymnasium:ID, "
-            f"openenv:URL or module:Class"
-        )
+        forms = ", ".join(f"{known}:{each.form}" for known, each in SOURCES.items())
+        raise InvalidInput(f"environment {name!r}: expected {forms} or module:Class")
     if source == "verifiers":
         raise InvalidInput(
             f"environment {name!r}: expected VerifiersWorkflow('tcp://HOST:PORT', gconfig): "
             f"the package's own server plays its episodes"
         )
-    if source == "openenv":
-        from areal.workflows.openenv import OpenEnv
-
-        return partial(OpenEnv, rest)
+    if source in SOURCES:
+        return SOURCES[source].find(rest)
     module = _module(source, name)
-    if source == "reasoning_gym":
-        known = module.factory.DATASETS
-        if rest not in known:
-            raise InvalidInput(f"environment {name!r}: no such task{nearest(rest, known)}")
-        # Once, not for each episode: it creates a dataset, and some read a whole book for that.
-        return partial(ReasoningGym, module.get_score_answer_fn(rest))
-    if source == "gymnasium":
-        if rest not in module.registry:
-            raise InvalidInput(f"environment {name!r}: no such id{nearest(rest, module.registry)}")
-        return partial(Gymnasium, rest)
     made = getattr(module, rest, None)
     if not callable(made):
         raise InvalidInput(
@@ -143,6 +130,75 @@ class Gymnasium:
     def close(self) -> None:
         """Frees what the environment holds."""
         self._env.close()
+
+
+def _reasoning_gym(task: str) -> Callable[..., Any]:
+    name = f"reasoning_gym:{task}"
+    module = _module("reasoning_gym", name)
+    known = module.factory.DATASETS
+    if task not in known:
+        raise InvalidInput(f"environment {name!r}: no such task{nearest(task, known)}")
+    # Once, not for each episode: it creates a dataset, and some read a whole book for that.
+    return partial(ReasoningGym, module.get_score_answer_fn(task))
+
+
+def _gymnasium(identifier: str) -> Callable[..., Any]:
+    name = f"gymnasium:{identifier}"
+    known = _module("gymnasium", name).registry
+    if identifier not in known:
+        raise InvalidInput(f"environment {name!r}: no such id{nearest(identifier, known)}")
+    return partial(Gymnasium, identifier)
+
+
+def _openenv(url: str) -> Callable[..., Any]:
+    from areal.workflows.openenv import OpenEnv
+
+    return partial(OpenEnv, url)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A library of environments: how a name in it is written, found, and described."""
+
+    form: str
+    """What follows the colon, in capitals."""
+    find: Callable[[str], Callable[..., Any]]
+    """Returns what creates the environment; raises InvalidInput. The library is imported here."""
+    example: str
+    rows: str
+    """What the rows are, for docs/workflows.md."""
+    plays: str
+    """What the model reads and answers, for docs/workflows.md."""
+
+
+SOURCES: dict[str, Source] = {
+    "reasoning_gym": Source(
+        "TASK",
+        _reasoning_gym,
+        "chain_sum",
+        '`reasoning_gym_rows("chain_sum", train=2000, heldout=200, seed=0)` '
+        "(`services/areal/workflows/gyms.py::reasoning_gym_rows`)",
+        "the model reads the question; reasoning-gym scores its answer, and the episode ends",
+    ),
+    "gymnasium": Source(
+        "ID",
+        _gymnasium,
+        "FrozenLake-v1",
+        '`{"seed": 3}`',
+        "the model reads each observation as formatted by `str`; the action is the last whole "
+        "number in its answer, or the whole answer if the environment's actions are text",
+    ),
+    "openenv": Source(
+        "URL",
+        _openenv,
+        "http://HOST:PORT",
+        'what the environment\'s `reset` takes (`{"seed": 3}`)',
+        '`options={"action": "message", "observation": "text"}` names the field that the answer '
+        "fills and the field that the model reads; without these options, the model reads JSON and "
+        "must answer in JSON",
+    ),
+}
+"""The one table of these libraries, by the name before the colon."""
 
 
 def _module(name: str, wanted: str) -> ModuleType:

@@ -21,11 +21,11 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive
 
 from areal.agents.calls import Calls
-from areal.agents.fields import body_of, number
 from areal.agents.replies import content_type
 from areal.agents.routes import handle
 from areal.agents.session import Model, Session
 from areal.errors import InvalidInput
+from areal.request_fields import body_of, number
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
 from areal.workflows.rendering import TemplateRenderer

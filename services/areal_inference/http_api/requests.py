@@ -11,7 +11,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from areal.errors import Unavailable
-from areal_inference.api import RequestError, SchemaError
+from areal.request_fields import OutOfRange, WrongKind, wrong_kind
+from areal_inference.api import SchemaError
 
 MAX_BODY_BYTES = 64 << 20
 COMMON: dict[str, type] = {"rid": object, "http_worker_ipc": object}
@@ -55,9 +56,9 @@ def guarded(route: Route) -> Route:
     async def answer(request: HttpRequest) -> Response:
         try:
             return await route(request)
-        except SchemaError as error:
+        except WrongKind as error:
             return schema_error(str(error))
-        except (RequestError, Unavailable) as error:
+        except (OutOfRange, Unavailable) as error:
             return engine_error(str(error), error.http_status)
         except BodyTooLarge as error:
             return engine_error(str(error), 413)
@@ -108,5 +109,5 @@ async def read_object(request: HttpRequest, allowed: dict[str, type]) -> dict[st
             raise SchemaError(f"unknown field {name!r}, expected one of {sorted(allowed)}")
         expected = allowed[name]
         if value is not None and expected is not object and type(value) is not expected:
-            raise SchemaError(f"{name}: {value!r}, expected {expected.__name__}")
+            raise wrong_kind(name, expected, value)
     return {name: value for name, value in body.items() if value is not None}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from areal.config.services import in_object_store
+from areal.config.transports import is_fetched
 from areal.errors import InvalidInput
 from areal.weights.broadcast import runs
 from areal.weights.delta import FILE, Delta, open_delta
@@ -84,7 +84,7 @@ def open_source(location: str, headers: Mapping[str, str]) -> Source:
         TransportError: The store is away, or refuses.
     """
     try:
-        if _is_remote(location):
+        if is_fetched(location):
             return StoreSource(location, headers)
         return FolderSource(Path(location))
     except InvalidInput as error:
@@ -258,7 +258,7 @@ def open_changes(
         InvalidInput: The delta is damaged.
         TransportError: The store is away, or refuses.
     """
-    if not _is_remote(location):
+    if not is_fetched(location):
         folder = Path(location)
         if not (folder / MANIFEST).is_file():
             return None
@@ -290,10 +290,6 @@ def one_by_one(source: Source, names: Iterable[str]) -> list[list[str]]:
     """`Source.together` for sources where reading neighbors at once gains nothing."""
     places = {name: source.tensors[name].place for name in names}
     return [[n] for n in sorted(places, key=lambda n: places[n].begin - places[n].end)]
-
-
-def _is_remote(location: str) -> bool:
-    return location.startswith("http://") or in_object_store(location)
 
 
 def _collect(

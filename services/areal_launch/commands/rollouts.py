@@ -12,7 +12,7 @@ from typing import Any
 
 from areal.agents.splits import explain
 from areal.chassis.files import replacing
-from areal.config.services import in_object_store
+from areal.config.transports import in_object_store
 from areal.errors import InvalidInput, NotFound
 from areal.runs.rollouts.reader import Kept, RolloutFolder, by_attempt, export_rows
 from areal.runs.rollouts.records import schema

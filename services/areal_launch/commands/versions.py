@@ -15,7 +15,7 @@ from typing import Any
 from areal.chassis.files import new_folder
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import BaseExperimentConfig, load_service_config
-from areal.config.services import in_object_store
+from areal.config.transports import in_object_store
 from areal.errors import ArealError, InvalidInput, NotFound
 from areal.runs.checkpoints import Checkpoint, CheckpointFolder
 from areal.runs.run_files import EVALUATIONS, best_step, describe_best

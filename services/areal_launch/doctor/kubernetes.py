@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from areal.config.services import in_object_store
+from areal.config.transports import in_object_store
 from areal.errors import ArealError, NotFound
 from areal_launch.clusters.kubernetes import Release
 from areal_launch.clusters.kubernetes_api import KubernetesApi

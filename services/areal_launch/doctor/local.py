@@ -16,6 +16,7 @@ import psutil
 
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig, cautions
+from areal.config.transports import TRANSPORTS
 from areal.errors import ArealError
 from areal.memory_estimate import BYTES, ModelShape
 from areal.model_directory import serving_dtype
@@ -140,7 +141,7 @@ def _gpu_findings(config: BaseExperimentConfig, shape: ModelShape | None) -> lis
         there = judged.least_free(trainer=False)
         checks["server memory"] = partial(_server_memory, config, shape, there)
         broken = judged.engine is not None and judged.engine.verdict.fatal
-        if config.weight_sync.transport == "distributed" and not broken:
+        if TRANSPORTS[config.weight_sync.transport].process_group and not broken:
             checks["nccl"] = partial(_nccl, config)
     return [*judged.findings, *examine(checks)]
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
-from areal.config.services import in_object_store
+from areal.config.transports import in_object_store
+from areal.datasets.rows import READERS
 from areal.errors import CannotStart, ConfigError
 from areal.types import GenerationHyperparameters
 from areal.weights.objects import ObjectStore
@@ -20,7 +21,8 @@ from areal_launch.processes.free_ports import port_is_free
 from areal_launch.processes.supervisor import LEAST_BYTES, free_bytes
 
 # A dataset's path that ends so is a file; any other may be a name that the recipe understands.
-_FILES = (".jsonl", ".json", ".parquet", ".csv")
+# Recipes read .csv files themselves.
+_FILES = (*READERS, ".csv")
 
 
 def check_start(

@@ -29,6 +29,7 @@ from areal.chassis.http_connections import HttpSite
 from areal.chassis.logging import get_logger
 from areal.errors import ArealError, CapacityExceeded, InvalidInput, NotFound
 from areal.protocol.boxes import Limits
+from areal.request_fields import texts_by_name
 from areal.security import UNAUTHENTICATED, Security
 from areal_sandbox.e2b import connect
 from areal_sandbox.e2b.connect import Json
@@ -121,8 +122,8 @@ class E2BApp:
         lease = await self._leases.create(
             _LIMITS,
             connect.seconds(body.get("timeout", 0), "timeout"),
-            connect.texts(body, "envVars"),
-            connect.texts(body, "metadata"),
+            texts_by_name(body, "envVars"),
+            texts_by_name(body, "metadata"),
         )
         return web.json_response(_made(lease), status=201)
 

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from areal.errors import ArealError, InvalidInput
-from areal.tokenizer.json_text import loads
+from areal.request_fields import body_of, get, need, shown
 
 _END = 2
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -59,32 +59,13 @@ async def messages(request: web.Request) -> AsyncIterator[Json]:
 
 
 def parse(body: bytes) -> Json:
-    """Returns a JSON object; raises InvalidInput for anything else."""
-    try:
-        message = loads(body or b"{}")
-    except ValueError as error:
-        raise InvalidInput(f"body: {error}: expected a JSON object") from None
-    if not isinstance(message, dict):
-        raise InvalidInput("body: expected a JSON object")
-    return message
+    """Returns a JSON object, {} for an empty body; raises InvalidInput for anything else."""
+    return body_of(body or b"{}")
 
 
 def field(message: Json, name: str, kind: type, default: Any = None) -> Any:
     """Returns a field; raises InvalidInput if it is of another kind, or has no default."""
-    value = message.get(name)
-    value = default if value is None else value
-    if not isinstance(value, kind):
-        raise InvalidInput(f"{name} {str(value)[:80]!r}: expected {kind.__name__}")
-    return value
-
-
-def texts(message: Json, name: str) -> dict[str, str]:
-    """Returns a field of names and texts; raises InvalidInput for anything else."""
-    found: dict[str, str] = field(message, name, dict, {})
-    for key, value in found.items():
-        if not isinstance(value, str):
-            raise InvalidInput(f"{name}.{key[:80]} {str(value)[:80]!r}: expected a string")
-    return found
+    return need(message, name, kind) if default is None else get(message, name, kind) or default
 
 
 def seconds(value: object, name: str) -> float:
@@ -94,7 +75,7 @@ def seconds(value: object, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
         found = -1.0
     if not 0 <= found < float("inf"):
-        raise InvalidInput(f"{name} {str(value)[:80]!r}: expected a number of seconds")
+        raise InvalidInput(f"{name}: expected a number of seconds, got {shown(value)}")
     return found
 
 

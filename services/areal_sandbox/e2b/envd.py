@@ -18,9 +18,10 @@ from typing import Any
 
 from areal.errors import InvalidInput, WaitTimeout
 from areal.protocol.boxes import Ended
+from areal.request_fields import texts_by_name
 from areal.sandbox.box import Command
 from areal.sandbox.pool import refuse
-from areal_sandbox.e2b.connect import AlreadyExists, Json, field, texts
+from areal_sandbox.e2b.connect import AlreadyExists, Json, field
 from areal_sandbox.files import Entry, Files
 from areal_sandbox.leases import Lease, Leases, running
 
@@ -50,7 +51,7 @@ class Process:
         command = await self._lease.box.run(
             argv=[field(config, "cmd", str), *map(str, field(config, "args", list, []))],
             keep_stdin=bool(request.get("stdin", True)),
-            environment={**self._lease.environment, **texts(config, "envs")},
+            environment={**self._lease.environment, **texts_by_name(config, "envs")},
             folder=field(config, "cwd", str, ""),
             seconds=seconds,
         )

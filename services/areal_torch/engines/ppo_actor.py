@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.config.training import PPOActorConfig, RefConfig
+from areal.config.transports import transport_named
 from areal.errors import InvalidInput, TrainingDiverged
 from areal.model_directory import serving_dtype
 from areal.runs.metric_names import named
@@ -348,5 +349,5 @@ class FSDPPPOActor:
                 )
 
         size = sum(p.numel() * p.element_size() for p in self.engine.model.hf.parameters())
-        twice = (meta.type or session.config.weight_sync.transport) == "distributed"
+        twice = not transport_named(meta.type or session.config.weight_sync.transport).stores
         session.publishing.begin(version, self.engine.export(dtype, publish, twice=twice), size)

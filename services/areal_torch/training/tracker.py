@@ -168,7 +168,7 @@ class Mlflow:
         self._client.set_terminated(self._run_id)
 
 
-# The distribution has an extra of the same name for each.
+# One for each of areal.config.trackers.TRACKERS.
 _KINDS: dict[str, Callable[[BaseExperimentConfig, int], Tracker]] = {
     "wandb": Wandb,
     "tensorboard": TensorBoard,

@@ -26,7 +26,7 @@ import aiohttp
 
 from areal.chassis.logging import get_logger
 from areal.clients.http_token import or_else
-from areal.config.services import in_object_store
+from areal.config.transports import is_fetched
 from areal.errors import InvalidInput
 from areal.weights.broadcast import Seat
 from areal.weights.manifest import PolicyVersion
@@ -264,7 +264,7 @@ class HttpEngine:
         if status not in (404, 405):
             self._check_accepted(path, status, text)
             return source, self._fingerprint(path, status, text), self._url
-        if not source.startswith("http://") and not in_object_store(source):
+        if not is_fetched(source):
             return source, None, ""
         path = self._sidecar + path
         try:

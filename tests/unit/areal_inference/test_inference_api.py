@@ -2,10 +2,9 @@
 
 import pytest
 
+from areal.request_fields import OutOfRange, WrongKind
 from areal_inference.api import (
     Limits,
-    RequestError,
-    SchemaError,
     parse_generate,
     render,
 )
@@ -41,18 +40,18 @@ def with_params(**values):
         ({"text": 5}, "text: expected a string"),
         (body(sampling_params=[1]), "sampling_params: expected dict"),
         (with_params(max_tokens=3), "sampling_params.max_tokens: unknown field"),
-        (with_params(max_new_tokens="3"), "max_new_tokens: '3', expected an integer"),
-        (with_params(temperature="hot"), "temperature: 'hot', expected a number"),
+        (with_params(max_new_tokens="3"), "max_new_tokens: expected a whole number, got '3'"),
+        (with_params(temperature="hot"), "temperature: expected a number, got 'hot'"),
         (with_params(stop_token_ids=3), "stop_token_ids: expected a list"),
-        (with_params(ignore_eos=1), "ignore_eos: 1, expected true or false"),
-        (body(stream="yes"), "stream: 'yes', expected true or false"),
+        (with_params(ignore_eos=1), "ignore_eos: expected true or false, got 1"),
+        (body(stream="yes"), "stream: expected true or false, got 'yes'"),
         (body(rid=5), "rid: expected str"),
         ({"input_ids": [[5], [6]], "rid": "x"}, "rid: expected a list"),
         ({"input_ids": [[5], [6]], "rid": ["x"]}, "rid: 1 values for 2 prompts"),
     ],
 )
 def test_parse_when_malformed_then_schema_error_names_the_field(bad, message: str):
-    with pytest.raises(SchemaError) as caught:
+    with pytest.raises(WrongKind) as caught:
         parse(bad)
     assert message in str(caught.value)
 
@@ -70,23 +69,23 @@ def test_parse_when_malformed_then_schema_error_names_the_field(bad, message: st
             "Input length (26 tokens) exceeds the maximum allowed length (26",
         ),
         (with_params(max_new_tokens=30), "3 tokens from the input and 30 for the completion"),
-        (with_params(max_new_tokens=0), "max_new_tokens: 0, expected at least 1"),
-        (with_params(max_new_tokens=4, min_new_tokens=5), "min_new_tokens: 5, expected 0..4"),
-        (with_params(temperature=-1), "temperature: -1, expected 0.."),
-        (with_params(top_p=0.0), "top_p: 0.0"),
-        (with_params(top_p=1.5), "top_p: 1.5"),
+        (with_params(max_new_tokens=0), "max_new_tokens: expected 1 or more, got 0"),
+        (with_params(max_new_tokens=4, min_new_tokens=5), "min_new_tokens: expected 0 to 4, got 5"),
+        (with_params(temperature=-1), "temperature: expected 0 to 1e+06, got -1"),
+        (with_params(top_p=0.0), "top_p: expected 1e-09 to 1, got 0.0"),
+        (with_params(top_p=1.5), "top_p: expected 1e-09 to 1, got 1.5"),
         (with_params(top_k=0), "top_k: 0, expected -1 (all) or at least 1"),
         (with_params(stop_token_ids=[100]), "stop_token_ids"),
-        (with_params(n=5000), "n: 5000, expected 1..4096"),
+        (with_params(n=5000), "n: expected 1 to 4096, got 5000"),
         (with_params(min_p=0.1), "min_p: not supported"),
         (with_params(stop=["x"]), "stop: not supported"),
         (body(top_logprobs_num=2), "top_logprobs_num: only of prompts"),
-        (body(top_logprobs_num=-1), "top_logprobs_num: -1, expected 0.."),
+        (body(top_logprobs_num=-1), "top_logprobs_num: expected 0 to 100, got -1"),
         ({"text": "hello"}, "no tokenizer"),
     ],
 )
 def test_parse_when_impossible_then_request_error_says_why(bad, message: str):
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(OutOfRange) as caught:
         parse(bad)
     assert message in str(caught.value)
 

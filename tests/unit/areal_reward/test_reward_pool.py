@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from areal.errors import NotFound, Unavailable
+from areal.rewards import CHECKERS
 from areal.v1 import reward_service_pb2 as pb
 from areal_reward import pool as pool_module
 from areal_reward.config import RewardConfig
@@ -151,7 +152,7 @@ async def test_pool_when_one_item_hangs_then_only_it_fails():
         assert len(rig.workers) == 2
 
 
-@pytest.mark.parametrize("name", ["math", "multiple_choice", "regex"])
+@pytest.mark.parametrize("name", sorted(CHECKERS))
 async def test_pool_when_a_built_in_checker_is_too_slow_then_0_for_that_item_alone(name):
     async with running() as rig:
         items = [pb.ScoreItem(completion=word) for word in ("1", "hang", "2", "hang")]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.config.experiment import BaseExperimentConfig
-from areal.config.services import in_object_store, transport_order
+from areal.config.transports import in_object_store, transport_named, transport_order
 from areal.security import Security
 from areal.types import WeightUpdateMeta
 from areal.weights.broadcast import Offer, Seats
@@ -54,7 +54,7 @@ def make_publisher(
     }
     kind = meta.type or own.transport
     stored = FallbackPublisher([ways[name] for name in transport_order(kind)])
-    if kind != "distributed":
+    if transport_named(kind).stores:
         return stored
     from areal_torch.publish.distributed import DistributedPublisher
 

@@ -229,7 +229,7 @@ async def test_logprobs_when_included_then_those_of_the_sampler():
         ({"tools": [ADD], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"conversation": "c"}, "conversation 'c': not supported"),
         ({"truncation": "auto"}, "truncation 'auto'"),
-        ({"max_output_tokens": 0}, "max_output_tokens 0: expected 1"),
+        ({"max_output_tokens": 0}, "max_output_tokens: expected 1 to"),
         (
             {"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]},
             r"input\[0\].name: expected a string",

@@ -296,7 +296,7 @@ async def test_reward_when_the_id_is_of_another_session_then_refused_and_none_is
             {"messages": [{"role": "bot", "content": "a"}]},
             "messages[0].role 'bot': expected one of",
         ),
-        ({"messages": [ASK], "n": 0}, "n 0: expected 1 to 128"),
+        ({"messages": [ASK], "n": 0}, "n: expected 1 to 128, got 0"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0]: a part of type 'image_url': expected text",

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from areal.config.experiment import GRPOConfig, build_config, load_service_config, save_config
-from areal.config.services import transport_order
-from areal.errors import ConfigError
+from areal.config.losses import LOSSES
+from areal.config.transports import (
+    OBJECT_STORES,
+    STORING,
+    TRANSPORTS,
+    is_fetched,
+    transport_named,
+    transport_order,
+)
+from areal.errors import ConfigError, InvalidInput
 
 # Key, the last value that is taken, the first that is not, what its error says.
 LIMITS = [
@@ -26,7 +34,7 @@ LIMITS = [
     ("stack.gpus_per_node", "0", "-1", "0 or more"),
     ("stack.ranks_per_node", "0", "-1", "0 or more"),
     ("weight_sync.max_unavailable", "0", "-1", "0 or more"),
-    ("weight_sync.transport", "stream", "mail", "one of disk, stream, distributed"),
+    ("weight_sync.transport", "stream", "mail", f"one of {', '.join(TRANSPORTS)}"),
     ("weight_sync.encoding", "delta", "gzip", "one of full, delta"),
     ("weight_sync.interrupt", "abort", "kill", "one of in_place, retract, abort"),
     ("model.dtype", "float32", "float16", "one of "),
@@ -60,7 +68,7 @@ LIMITS = [
     ("actor.reward_clip", "0.1", "0", "more than 0"),
     ("actor.c_clip", "1.1", "1", "more than 1"),
     ("actor.dtype", "float64", "float16", "one of auto, float32, bfloat16, float64"),
-    ("actor.loss_type", "cispo", "trpo", "one of ppo, gspo, cispo, sapo"),
+    ("actor.loss_type", "cispo", "trpo", f"one of {', '.join(LOSSES)}"),
     ("actor.adv_norm", "batch/none", "group/group", "one of batch/batch, batch/none, none/batch"),
     ("actor.reward_norm", "leave1out/none", "none/none", "one of group/group"),
     ("actor.mb_spec.max_tokens_per_mb", "1", "0", "more than 0"),
@@ -111,9 +119,30 @@ def test_service_config_when_overridden_then_the_override_wins_and_is_checked(tm
 
 
 def test_transports_when_ordered_then_the_configured_one_that_stores_is_first() -> None:
-    assert transport_order("disk") == ("disk", "stream")
-    assert transport_order("stream") == ("stream", "disk")
-    assert transport_order("distributed") == ("disk", "stream")
+    for name, transport in TRANSPORTS.items():
+        first = (name,) if transport.stores else ()
+        order = transport_order(name)
+        assert order[: len(first)] == first
+        assert sorted(order) == sorted(STORING)
+        assert set(STORING) == {name for name, each in TRANSPORTS.items() if each.stores}
+
+
+def test_transport_when_a_recipe_names_none_then_an_error_and_not_another_transport() -> None:
+    with pytest.raises(InvalidInput, match=r"WeightUpdateMeta\.type 'disc': .*did you mean 'disk'"):
+        transport_named("disc")
+
+
+@pytest.mark.parametrize(
+    ("location", "fetched"),
+    [
+        ("http://h:1/versions/v00000001-inc0", True),
+        *((f"{scheme}bucket/v00000001-inc0", True) for scheme in OBJECT_STORES),
+        ("/weights/v00000001-inc0", False),
+        ("weights/s3", False),
+    ],
+)
+def test_location_when_it_is_no_folder_then_it_is_fetched(location: str, fetched: bool) -> None:
+    assert is_fetched(location) is fetched
 
 
 def test_value_when_it_holds_a_password_then_the_error_does_not() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from areal.config.experiment import GRPOConfig, build_config, cautions
 from areal.config.learning_rules import PAGE, RULES, of_config, of_rows
-from areal.config.presets import ALGORITHMS
+from areal.config.presets import PRESETS
 
 CURVES = Path(__file__).resolve().parents[4] / "docs" / "learning.jsonl"
 GROUPED = {"group", "leave1out"}
@@ -197,7 +197,7 @@ def test_rows_when_values_are_anything_then_nothing_is_raised(rows: Rows) -> Non
         assert "nan" not in finding.seen
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", PRESETS)
 def test_cautions_when_groups_have_one_sample_then_named_where_they_are_compared(
     algorithm: str,
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from areal.config.experiment import GRPOConfig, as_yaml, build_config, load_service_config
-from areal.config.presets import ALGORITHMS, preset
+from areal.config.presets import PRESETS, preset
 from areal.config.training import PPOActorConfig
 from areal.errors import ConfigError, InvalidInput
 from areal_torch.algorithms import packing
@@ -103,7 +103,7 @@ DEFINITIONS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", PRESETS)
 def test_advantages_when_an_algorithm_is_named_then_equal_its_definition(algorithm: str) -> None:
     assert advantages(algorithm) == pytest.approx(DEFINITIONS[algorithm], abs=1e-9)
 
@@ -164,7 +164,7 @@ def test_cispo_when_named_then_weighs_log_policy_with_the_detached_ratio_up_to_f
     assert slope == pytest.approx([-5.0, -0.01, 2.0], rel=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", PRESETS)
 def test_preset_when_a_key_is_given_in_file_or_override_then_that_wins(
     algorithm: str, tmp_path: Path
 ) -> None:
