@@ -27,6 +27,7 @@ from areal_inference.model.config import ModelConfig, ModelError, ServedModel, U
 if TYPE_CHECKING:
     from areal.models.cpu_matmul import Storage
     from areal_inference.decode.runner import Cache, Decoder, ModelRunner
+    from areal_inference.model.adapters import Adapter
     from areal_inference.model.vision import See
 
 _DEFAULT_CACHE_BYTES = 1 << 30
@@ -64,6 +65,7 @@ class Frontend:
         self.started_at = time.time()
         self.metrics = Metrics(config.served_model_name or config.model_path)
         self.live: set[str] = set()
+        self.adapters: dict[str, Adapter] = {}
         self.weights_lock = asyncio.Lock()
         self.draining = False
         self.ready = False

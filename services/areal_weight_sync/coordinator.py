@@ -31,6 +31,7 @@ from areal.chassis.logging import get_logger
 from areal.chassis.rare_log import RareLog
 from areal.config.services import in_object_store
 from areal.errors import CapacityExceeded, ConfigError, InvalidInput, NotFound
+from areal.weights.adapters import check_against
 from areal.weights.broadcast import Offer, Seats, buckets
 from areal.weights.manifest import (
     PolicyVersion,
@@ -154,7 +155,7 @@ class Coordinator:
             else:
                 await asyncio.to_thread(self.digests.verify, version)
             if self._base is not None:
-                check_same_tensors(version, self._base)
+                check_against(version, self._base)
             await self._store.publish(version)
             if now is None or version.version > now.version:
                 self._advance(version)

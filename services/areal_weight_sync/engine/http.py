@@ -82,6 +82,14 @@ def open_session(
     )
 
 
+def listed_adapters(body: Mapping[str, Any]) -> list[str]:
+    """Returns the adapters' names in an answer of /v1/models; raises EngineError."""
+    try:
+        return [str(card["id"]) for card in body["data"] if card.get("parent")]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(Fault.GARBAGE, f"/v1/models: {error!r:.200}") from None
+
+
 async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, *__: object) -> None:
     engine = context.trace_request_ctx
     if isinstance(engine, HttpEngine):
@@ -308,7 +316,7 @@ class HttpEngine:
         """An update that is refused says why, with 400 or without."""
         body = self._parse(path, 200 if status == 400 else status, text)
         if status == 400 or body.get("success") is not True:
-            message = str(body.get("message", body))[:300]
+            message = str(body.get("message") or body.get("error_message") or body)[:300]
             raise EngineError(Fault.UPDATE_REFUSED, f"{path}: {message}")
 
     async def fingerprint(self, timeout: float) -> Fingerprint | None:
@@ -337,9 +345,47 @@ class HttpEngine:
             digest=hashlib.sha256(canonical.encode()).hexdigest(),
         )
 
-    async def logprobs(self, prompt: list[int], version: str) -> list[float]:
+    async def adapters(self) -> list[str]:
+        """GET /v1/models: each adapter is a model whose parent is the served one."""
+        return listed_adapters(await self._json("GET", "/v1/models", timeout=self._control_timeout))
+
+    async def load_adapter(self, version: PolicyVersion, *, timeout: float) -> None:
+        """POST /load_lora_adapter, from where the version is or a sidecar has put it."""
+        tried = Tried(version, timeout)
+        for transport in self._routes.starting_with(self._first):
+            try:
+                location = await self._adapter_location(transport, version, tried.left())
+                request = {"lora_name": version.adapter_name, "lora_path": location}
+                await self.command("/load_lora_adapter", request, tried.left())
+            except EngineError as error:
+                tried.failed(transport, error)
+                continue
+            return self._chose(transport, tried)
+        raise tried.error()
+
+    async def _adapter_location(
+        self, transport: str, version: PolicyVersion, timeout: float
+    ) -> str:
+        if transport == "disk" and not in_object_store(version.path):
+            return version.path
+        source = version.path if transport == "disk" else self._routes.location(version)
+        path, deadline = self._sidecar + "/stage_weights", time.monotonic() + timeout
+        try:
+            status, text = await self._read(path, source, deadline)
+        except EngineError:  # none: areal-inference reads from the store itself
+            return source
+        self._check_accepted(path, status, text)
+        return str(self._parse(path, status, text).get("model_path"))
+
+    async def unload_adapter(self, name: str, *, timeout: float) -> None:
+        """POST /unload_lora_adapter."""
+        await self.command("/unload_lora_adapter", {"lora_name": name}, timeout)
+
+    async def logprobs(self, prompt: list[int], version: str, adapter: str = "") -> list[float]:
         """POST /generate: the prompt's logprobs and one greedy token."""
+        named = {"lora_path": adapter} if adapter else {}
         request = {
+            **named,
             "input_ids": prompt,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True,
@@ -370,15 +416,16 @@ class HttpEngine:
         limit = self._control_timeout
         await self.pause("abort")
         await self._empty("/flush_cache", {}, limit + 1.0, query=f"?timeout={limit:g}")
-        await self._mark(mark)
+        await self.mark(mark)
         await self._empty("/release_memory_occupation", _MEMORY, limit)
 
     async def wake(self, mark: str) -> None:
         """POST /resume_memory_occupation, /update_weight_version."""
         await self._empty("/resume_memory_occupation", _MEMORY, self._control_timeout)
-        await self._mark(mark)
+        await self.mark(mark)
 
-    async def _mark(self, version: str) -> None:
+    async def mark(self, version: str) -> None:
+        """POST /update_weight_version."""
         request = {"new_version": version, "abort_all_requests": False}
         await self.command("/update_weight_version", request, self._control_timeout)
 
