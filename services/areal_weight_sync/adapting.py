@@ -1,11 +1,12 @@
 """Brings an adapter (LoRA) to a server, and shows that the server computes with it.
 
-    base confirmed ─> load v beside v - 1 ─> probe v ─> say v ─> SERVING v ─> abort ─> unload v - 2
-                      (requests run on)                          (announced)  (they continue with v)
+    base confirmed ─> load v beside v - 1 ─> probe v ─> SERVING v ─> abort ─> unload v - 2
+                      (requests run on)                 (announced)  (they continue with v)
 
 A server with adapters holds version 0's weights, which are loaded and confirmed like any weights,
-once in each of its lives. Requests name their adapter, so nothing pauses: those that run end with
-the tokens they have, and their callers continue with the new name. See decision 29.
+once in each of its lives, and it reports version 0 as its `weight_version`.
+Requests name their adapter, so nothing pauses: those that run end with the tokens they have, and
+their callers continue with the new name. See decision 29.
 
 An engine may accept an adapter and compute without it. So a prompt's logprobs are asked for by the
 new name, without a name, and by the name before. A server that answers two of them with the same

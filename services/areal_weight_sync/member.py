@@ -248,7 +248,6 @@ class Member:
         self._coordinator.confirmation.compare(target.version, record.server_id, found)
         self._mute = False
         running = await engine.running() if record.state is SERVING else 0
-        await engine.mark(target.name)
         if record.state is SERVING:
             self._coordinator.updated(record, 0.0, running)
             record.aborted_requests += running
@@ -260,7 +259,7 @@ class Member:
 
     async def _reconfirm(self, target: PolicyVersion) -> bool:
         """Same boot, confirmed before: a checksum is enough. False: load to be sure."""
-        if await self._version() != target.name:
+        if await self._version() != self._weights_of(target):
             return False
         fingerprint = await self._engine.fingerprint(self._coordinator.config.update_timeout_s)
         if fingerprint is None:
@@ -418,7 +417,7 @@ class Member:
         deep = self._deep or self._probes % self._coordinator.config.deep_probe_every == 0
         self._deep, reported = False, self._reported
         version = await self._version()
-        if version != target.name:
+        if version != self._weights_of(target):
             self._rejoin(f"its weight_version became {version!r:.100}")
         elif deep or self._engine.connections != self._connections:
             if deep:
@@ -427,6 +426,11 @@ class Member:
                 self._rejoin("restarted")
             elif reported:
                 await self._try_generation(target)
+
+    def _weights_of(self, target: PolicyVersion) -> str:
+        """What the server reports while it serves this version: below adapters are version 0's."""
+        base = self._coordinator.base
+        return base.name if target.adapter is not None and base is not None else target.name
 
     async def _boot(self) -> str:
         # Before: a connection made meanwhile may be to another process.

@@ -112,9 +112,6 @@ class Engine(Protocol):
     async def unload_adapter(self, name: str, *, timeout: float) -> None:
         """Forgets an adapter; requests that still name it may have to end first."""
 
-    async def mark(self, version: str) -> None:
-        """Has it report a `weight_version`; requests run on."""
-
     async def resume(self) -> None:
         """Continues after `pause`; harmless when not paused."""
 

@@ -416,16 +416,15 @@ class HttpEngine:
         limit = self._control_timeout
         await self.pause("abort")
         await self._empty("/flush_cache", {}, limit + 1.0, query=f"?timeout={limit:g}")
-        await self.mark(mark)
+        await self._mark(mark)
         await self._empty("/release_memory_occupation", _MEMORY, limit)
 
     async def wake(self, mark: str) -> None:
         """POST /resume_memory_occupation, /update_weight_version."""
         await self._empty("/resume_memory_occupation", _MEMORY, self._control_timeout)
-        await self.mark(mark)
+        await self._mark(mark)
 
-    async def mark(self, version: str) -> None:
-        """POST /update_weight_version."""
+    async def _mark(self, version: str) -> None:
         request = {"new_version": version, "abort_all_requests": False}
         await self.command("/update_weight_version", request, self._control_timeout)
 

@@ -75,7 +75,8 @@ def test_adapters_when_published_then_peft_computes_what_the_trainer_does(tmp_pa
 
     check_against(second, base)
     assert read_manifest(Path(second.path)) == second == from_json(to_json(second))
-    assert first.adapter is not None and second.adapter is not None
+    assert first.adapter is not None
+    assert second.adapter is not None
     assert (first.adapter.size, first.adapter.before) == (0.0, ""), "B begins with zeros"
     largest = max(
         float(t.abs().max())
