@@ -28,7 +28,10 @@ class _DeclareOperators(importlib.abc.MetaPathFinder):
 
 
 def _unpinned(make):
-    return lambda *args, pin_memory=False, **given: make(*args, **given)
+    def made(*args, pin_memory=False, **given):
+        return make(*args, **given)
+
+    return made
 
 
 class _OrdinaryMemory(importlib.abc.MetaPathFinder):
