@@ -228,6 +228,14 @@ class Member:
         """First contact in this state: which boot of the server is this?"""
         boot = await self._boot()
         self.gone = False
+        rank = self._coordinator.config.adapter_rank
+        if self._engine.lora_rank < rank:
+            raise EngineError(
+                Fault.UPDATE_REFUSED,
+                f"the run publishes adapters of rank {rank} (actor.lora), and the server was "
+                f"started for {self._engine.lora_rank or 'none'}: expected --enable-lora "
+                f"--max-lora-rank {rank}",
+            )
         if boot != self.record.boot_id:
             self.record.boot_id, self.record.version = boot, -1
             self._coordinator.changed(self.record)

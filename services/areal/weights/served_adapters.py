@@ -64,7 +64,7 @@ def _obstacle(config: BaseExperimentConfig, lora: LoraConfig, modules: tuple[str
     if unknown:
         return f"servers have no adapters for layers named {unknown[0]}"
     folder = Path(config.model.path)
-    if not (folder / "config.json").is_file():  # a recipe will create it
+    if not any(folder.glob("*.safetensors")):  # a recipe will create it
         return ""
     return _foreign(folder, bool(lora.targets))
 

@@ -58,6 +58,8 @@ class Engine(Protocol):
 
     ranks: int
     """Processes that receive weights, as of the last `boot_id`; 0: it cannot by broadcast."""
+    lora_rank: int
+    """Highest rank of adapters that it was started for, as of the last `boot_id`; 0: none."""
     connections: int
     """Opened to the server so far. While it stays, no request can have reached another process."""
 

@@ -116,6 +116,7 @@ class HttpEngine:
         self._staged: tuple[PolicyVersion, str] | None = None
         self._group = BroadcastGroup(self.command)
         self.ranks = 0
+        self.lora_rank = 0
         self.connections = 0
         self._log = get_logger("areal.weight_sync.http_engine").bind(server=url)
         self._control_timeout = control_timeout
@@ -140,6 +141,8 @@ class HttpEngine:
             raise EngineError(Fault.GARBAGE, "/server_info: no startup_time and no random_seed")
         # Data-parallel copies would each want the ranks of one.
         size = [body.get(key, 1) for key in ("tp_size", "pp_size")]
+        rank = body.get("max_lora_rank")
+        self.lora_rank = rank if body.get("enable_lora") and type(rank) is int else 0
         copies = body.get("dp_size", 1) != 1
         self.ranks = 0 if copies or not all(type(n) is int for n in size) else math.prod(size)
         return "/".join(str(part) for part in boot)

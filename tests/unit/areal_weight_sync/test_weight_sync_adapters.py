@@ -254,6 +254,20 @@ async def test_adapter_when_its_files_or_its_base_are_wrong_then_publishing_is_r
         assert rig.server("a").state is SERVING
 
 
+async def test_server_when_started_for_a_lower_rank_then_refused_before_the_first_version(
+    tmp_path: Path,
+) -> None:
+    async with rig_of(tmp_path, adapter_rank=16) as rig:
+        rig.engine("a").lora_rank, rig.engine("b").lora_rank = 8, 16
+        rig.register("a", "b", "c")
+        await rig.publish_model()
+        await rig.at("b", SERVING, 0)
+        for name, started in (("a", "8"), ("c", "none")):
+            await rig.at(name, QUARANTINED)
+            cause = rig.server(name).cause
+            assert f"was started for {started}: expected --enable-lora --max-lora-rank 16" in cause
+
+
 def test_manifest_when_of_an_adapter_then_digest_depends_on_rank_alpha_and_base() -> None:
     tensors = (WeightTensor("base_model.model.m.lora_A.weight", (1, 2), "F32", "aa"),)
     digests = {

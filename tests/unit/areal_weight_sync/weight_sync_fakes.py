@@ -98,6 +98,7 @@ class FakeEngine:
         self.receive_error: EngineError | None = None
         self.loaded: dict[str, float] = {}  # adapters: what each adds to the logprobs
         self.most_loaded = 0
+        self.lora_rank = 0
         self.lists = True  # the adapters that it took
         self.applies = lambda name: name  # the adapter that it computes with when this one is named
 
