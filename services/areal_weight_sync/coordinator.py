@@ -143,8 +143,17 @@ class Coordinator:
         """
         if not _is_place(version.path):
             raise InvalidInput(f"version.path {version.path!r}: expected an absolute path")
+        if version.adapter is not None and not (version.files and version.adapter.base_digest):
+            raise InvalidInput(
+                f"version {version.version}: an adapter: expected its files and a base_digest"
+            )
         async with self._publishing:
             now = self._current
+            if version.adapter is not None and (self._base is None or version.version < 1):
+                raise InvalidInput(
+                    f"version {version.version}: an adapter: expected version 0, as whole weights, "
+                    "before it"
+                )
             if now is not None and now.stored and _IDENTITY(now) == _IDENTITY(version):
                 return now.version
             if not version.files:

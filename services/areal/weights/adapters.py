@@ -13,6 +13,7 @@ see decision 29. No torch here.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -114,6 +115,10 @@ def check_against(manifest: PolicyVersion, base: PolicyVersion) -> None:
     if info.rank < 1 or info.alpha < 1:
         raise InvalidInput(
             f"{label} of rank {info.rank} and alpha {info.alpha}: expected 1 or more"
+        )
+    if not (0 <= info.size < math.inf and 0 <= info.change < math.inf):
+        raise InvalidInput(
+            f"{label}: size {info.size}, change {info.change}: expected finite numbers, 0 or more"
         )
     if info.base_digest and base.digest and info.base_digest != base.digest:
         raise InvalidInput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -252,6 +253,34 @@ async def test_adapter_when_its_files_or_its_base_are_wrong_then_publishing_is_r
         with pytest.raises(InvalidInput, match=r"model\.path was changed"):
             await rig.coordinator.publish(other)
         assert rig.server("a").state is SERVING
+
+
+async def test_adapter_when_it_is_hostile_or_there_is_no_version_0_then_one_line_says_so(
+    tmp_path: Path,
+) -> None:
+    async with rig_of(tmp_path) as rig:
+        made = publish_adapter(rig, 1, size=1.0)
+        with pytest.raises(InvalidInput, match="expected version 0"):
+            await rig.coordinator.publish(made)
+        await rig.serving("a")
+        assert made.adapter is not None
+        for change, said in (
+            ({"size": float("nan")}, "expected finite numbers"),
+            ({"change": float("inf")}, "expected finite numbers"),
+            ({"size": -1.0}, "expected finite numbers"),
+            ({"rank": -1}, "expected 1 or more"),
+            ({"base_digest": ""}, "expected its files and a base_digest"),
+        ):
+            bad = replace(made, adapter=replace(made.adapter, **change))
+            with pytest.raises(InvalidInput, match=said):
+                await rig.coordinator.publish(bad)
+        zero = replace(made, version=0)
+        with pytest.raises(InvalidInput, match="expected version 0"):
+            await rig.coordinator.publish(zero)
+        with pytest.raises(InvalidInput, match="expected its files"):
+            await rig.coordinator.publish(replace(made, files=()))
+        await rig.coordinator.publish(made)
+        await rig.at("a", SERVING, 1)
 
 
 async def test_server_when_started_for_a_lower_rank_then_refused_before_the_first_version(
