@@ -1,12 +1,12 @@
 """Brings an adapter (LoRA) to a server, and shows that the server computes with it.
 
-    base confirmed ─> load v beside v - 1 ─> probe v ─> SERVING v ─> abort ─> unload v - 2
-                      (requests run on)                 (announced)  (they continue with v)
+    base confirmed ─> load v, beside v - 1 ─> SYNCING, abort ─> probe v ─> SERVING v ─> unload v - 2
+                       requests run on         they end           they continue with v
 
 A server with adapters holds version 0's weights, which are loaded and confirmed like any weights,
-once in each of its lives, and it reports version 0 as its `weight_version`.
-Requests name their adapter, so nothing pauses: those that run end with the tokens they have, and
-their callers continue with the new name. See decision 29.
+once in each of its lives, and it reports version 0 as its `weight_version`. Requests name their
+adapter, so the server is not paused: it leaves the traffic for as long as the probe takes, which is
+then not behind other requests in its queue. See decision 29.
 
 An engine may accept an adapter and compute without it. So a prompt's logprobs are asked for by the
 new name, without a name, and by the name before. A server that answers two of them with the same
@@ -24,49 +24,50 @@ from areal_weight_sync.engine.base import Engine, EngineError, Fault
 
 # Below it, rounding to 16 bits may hide all that an adapter adds to a small model.
 _VISIBLE = 1e-5
-# Beside running requests, a GPU may round the same sums differently.
-_TRIES = 3
+# Beside a request that came late, a GPU may round the same sums differently.
+_TRIES = 2
 _UNLOAD_S = 10.0
 
 
-async def load_adapter(
-    engine: Engine, target: PolicyVersion, base: PolicyVersion, *, timeout: float
-) -> list[float]:
-    """Loads an adapter unless the server has it, and probes it.
+async def load_adapter(engine: Engine, target: PolicyVersion, *, timeout: float) -> None:
+    """Loads an adapter unless the server has it; requests continue.
 
     Args:
         engine: A server whose weights are version 0's.
         target: The adapter's version.
-        base: Version 0.
         timeout: For the load, in seconds.
 
-    Returns:
-        The probe's logprobs with the adapter.
-
     Raises:
-        EngineError: It was refused, or has no effect.
+        EngineError: It was refused, or is not listed.
     """
     name = target.adapter_name
-    loaded = await engine.adapters()
-    if name not in loaded:
-        await engine.load_adapter(target, timeout=timeout)
-        if name not in await engine.adapters():
-            raise EngineError(
-                Fault.WRONG_WEIGHTS,
-                f"version {target.version}: the server took adapter {name} and does not list it",
-            )
-    return await _probe(engine, target, base, loaded)
+    if name in await engine.adapters():
+        return
+    await engine.load_adapter(target, timeout=timeout)
+    if name not in await engine.adapters():
+        raise EngineError(
+            Fault.WRONG_WEIGHTS,
+            f"version {target.version}: the server took adapter {name} and does not list it",
+        )
 
 
-async def _probe(
-    engine: Engine, target: PolicyVersion, base: PolicyVersion, loaded: Collection[str]
-) -> list[float]:
+async def probe_adapter(engine: Engine, target: PolicyVersion, base: PolicyVersion) -> list[float]:
+    """Returns a prompt's logprobs with an adapter, which a server has loaded.
+
+    Args:
+        engine: The server.
+        target: The adapter's version.
+        base: Version 0.
+
+    Raises:
+        EngineError: They are those of version 0, or of the adapter before.
+    """
     info, prompt = target.adapter, probe_prompt(base)
     assert info is not None, "of an adapter"
     others = {}
     if info.size >= _VISIBLE:
         others[""] = "the model without any adapter"
-    if info.change >= _VISIBLE and info.before in loaded and info.before != target.adapter_name:
+    if info.change >= _VISIBLE and info.before in await engine.adapters():
         others[info.before] = f"the adapter {info.before}"
     own = await engine.logprobs(prompt, target.adapter_name, target.adapter_name)
     for other, what in others.items():

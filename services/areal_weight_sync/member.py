@@ -33,7 +33,7 @@ from areal.errors import InvalidInput
 from areal.weights.broadcast import Seat
 from areal.weights.manifest import PolicyVersion
 from areal.weights.servers import ServerState
-from areal_weight_sync.adapting import load_adapter, unload_others
+from areal_weight_sync.adapting import load_adapter, probe_adapter, unload_others
 from areal_weight_sync.confirmation import probe_prompt
 from areal_weight_sync.engine.base import Engine, EngineError, Fault, Fingerprint
 from areal_weight_sync.engine.draining import empty
@@ -251,18 +251,21 @@ class Member:
             await self._update(base)
             self._based = record.boot_id
         self.loading = target.path
-        timeout = self._coordinator.config.update_timeout_s
-        found = await load_adapter(engine, target, base, timeout=timeout)
+        await load_adapter(engine, target, timeout=self._coordinator.config.update_timeout_s)
+        was_serving = record.state is SERVING
+        running = await engine.running() if was_serving else 0
+        # What ends here waits for a server that serves, and begins again with the new name. A
+        # request that comes late still finds the adapter before.
+        self._move(SYNCING)
+        start = time.perf_counter()
+        await engine.abort_all()
+        found = await probe_adapter(engine, target, base)
         self._coordinator.confirmation.compare(target.version, record.server_id, found)
         self._mute = False
-        running = await engine.running() if record.state is SERVING else 0
-        if record.state is SERVING:
-            self._coordinator.updated(record, 0.0, running)
+        if was_serving:
+            self._coordinator.updated(record, time.perf_counter() - start, running)
             record.aborted_requests += running
         self._serve(target)
-        # Announced before: what ends here begins again with the new name. Requests of who does not
-        # know it yet find the adapter before still loaded.
-        await engine.abort_all()
         await unload_others(engine, {target.adapter_name, before}, record.server_id)
 
     async def _reconfirm(self, target: PolicyVersion) -> bool:
@@ -279,7 +282,6 @@ class Member:
             if target.adapter_name not in await self._engine.adapters():
                 return False
             self._vote(base, fingerprint)
-            await load_adapter(self._engine, target, base, timeout=0.0)
             self._based = self.record.boot_id
         # A coordinator that died in an update may have left it paused.
         await self._engine.resume()
