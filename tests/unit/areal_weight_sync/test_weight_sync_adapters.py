@@ -12,6 +12,12 @@ from tests.unit.areal_weight_sync.coordinator_rig import QUARANTINED, SERVING, R
 from tests.unit.areal_weight_sync.weight_sync_fakes import write_safetensors
 
 from areal.errors import InvalidInput
+from areal.protocol.versions import (
+    server_from_pb,
+    server_to_pb,
+    version_from_pb,
+    version_to_pb,
+)
 from areal.weights.adapters import adapter_config, assemble_adapter
 from areal.weights.manifest import (
     ADAPTER_CONFIG,
@@ -26,6 +32,7 @@ from areal.weights.manifest import (
     write_manifest,
 )
 from areal.weights.safetensors import read_layout, tensor_digests
+from areal.weights.servers import InferenceServer
 from areal_weight_sync.engine.base import EngineError, Fault
 from areal_weight_sync.interfaces import Snapshot
 from areal_weight_sync.server_state import ServerRecord
@@ -307,3 +314,12 @@ def test_manifest_when_of_an_adapter_then_digest_depends_on_rank_alpha_and_base(
     }
     assert len(digests) == 4
     assert "adapter" in json.loads(to_json(PolicyVersion(1, 1, "/x")))
+
+
+def test_adapter_when_sent_over_the_wire_then_nothing_of_it_is_lost() -> None:
+    info = AdapterInfo(8, 16, "aa", size=0.5, before="v00000001-inc1", change=0.25)
+    version = PolicyVersion(2, 1, "/weights/v00000002-inc1", adapter=info)
+    assert version_from_pb(version_to_pb(version)).adapter == info
+    assert version_from_pb(version_to_pb(replace(version, adapter=None))).adapter is None
+    server = InferenceServer("a:1", "http://a:1", SERVING, 2, adapter=version.adapter_name)
+    assert server_from_pb(server_to_pb(server)) == server
