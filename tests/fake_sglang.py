@@ -54,6 +54,12 @@ class FakeSGLang:
     """One server; `behave` may replace the answer to a request (None: answer properly)."""
 
     version: str = "0"
+    adapters: tuple[str, ...] = ()
+    """Names of those that are loaded; with any, requests that name another are refused."""
+    adapter: str = ""
+    """That which is listed as `version`."""
+    listed_version: str = ""
+    """The version that is listed, where answers name another; empty: the same."""
     hold: bool = False
     """Requests wait until aborted; then they answer with `partial` tokens."""
     partial: int = 2
@@ -71,7 +77,8 @@ class FakeSGLang:
     _held: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def listed(self, state: ServerState = ServerState.SERVING, cause: str = "") -> InferenceServer:
-        return InferenceServer(self.url, self.url, state, int(self.version), cause)
+        version = int(self.listed_version or self.version)
+        return InferenceServer(self.url, self.url, state, version, cause, adapter=self.adapter)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
@@ -81,6 +88,10 @@ class FakeSGLang:
             return (
                 special if isinstance(special, web.StreamResponse) else web.json_response(special)
             )
+        named = body.get("lora_path", "")
+        if self.adapters and named and named not in self.adapters:
+            message = f"Got LoRA adapter that has never been loaded: {named}"
+            return web.json_response({"error": {"message": message}}, status=400)
         batch = isinstance(body["input_ids"][0], list)
         if not batch:
             body = {**body, "rid": [body["rid"]], "input_ids": [body["input_ids"]]}

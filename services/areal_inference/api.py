@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import getrandbits
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from areal_inference.decode.request import Request, SamplingParams
 from areal_inference.model.config import ServedModel
 
 if TYPE_CHECKING:
+    from areal_inference.model.adapters import Adapter
     from areal_inference.model.vision import See
 
 MAX_SEQUENCES = 4096
@@ -72,7 +73,6 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "audio_data": (None, []),
     "video_data": (None, []),
     "token_ids_logprob": (None, []),
-    "lora_path": (None,),
     "session_params": (None,),
     "return_hidden_states": (None, False),
     "return_sampling_mask": (None, False),
@@ -132,6 +132,7 @@ def parse_generate(
     encode: Callable[[str], list[int]] | None,
     see: See | None = None,
     constrain: Constrain | None = None,
+    adapters: Mapping[str, Adapter] | None = None,
 ) -> GenerateCall:
     """Check a decoded /generate body and make its requests.
 
@@ -141,6 +142,7 @@ def parse_generate(
         encode: the tokenizer, or None when there is none.
         see: makes patches of images; None: the model sees nothing.
         constrain: compiles a grammar; None: this server has no constrained decoding.
+        adapters: those that are loaded, by name.
 
     Raises:
         SchemaError: malformed.
@@ -169,13 +171,14 @@ def parse_generate(
     stream = _boolean(body, "stream", default=False)
     rids = _per_prompt(body, "rid", len(prompts), batched, str, None)
     extra_keys = _per_prompt(body, "extra_key", len(prompts), batched, str, None)
+    named = _per_prompt(body, "lora_path", len(prompts), batched, str, "")
     files = _images(body, len(prompts), batched, see)
     now = time.time()
     requests: list[Request] = []
     # One dictionary may be that of all prompts.
     constrained, grammar = None, None
-    for given, raw, rid, extra_key, images in zip(
-        prompts, params_list, rids, extra_keys, files, strict=True
+    for given, raw, rid, extra_key, name, images in zip(
+        prompts, params_list, rids, extra_keys, named, files, strict=True
     ):
         _check_prompt(given, limits)
         prompt, seen = given, None
@@ -198,6 +201,7 @@ def parse_generate(
                     received_at=now,
                     grammar=grammar.copy() if grammar is not None else None,
                     seen=seen,
+                    adapter=_adapter(name, adapters or {}),
                 )
             )
     return GenerateCall(
@@ -207,6 +211,15 @@ def parse_generate(
         return_text=_boolean(body, "return_text_in_logprobs", default=False),
         as_list=batched or n > 1,
     )
+
+
+def _adapter(name: str, loaded: Mapping[str, Adapter]) -> Adapter | None:
+    if name and name not in loaded:
+        raise RequestError(
+            f"lora_path {name[:200]!r}: expected an adapter that is loaded: "
+            f"{', '.join(loaded) or 'there is none'}"
+        )
+    return loaded[name] if name else None
 
 
 def _prompts(

@@ -67,6 +67,10 @@ class InferenceConfig(BaseModel):
     weight_version: str = Field(
         "default", description="Version name of the weights at the start [default]."
     )
+    enable_lora: bool = Field(False, description="Load adapters: see /load_lora_adapter.")
+    max_lora_rank: int = Field(
+        256, gt=0, description="Highest rank of an adapter that is loaded [256]."
+    )
     # From the operating system by default, so that servers differ.
     random_seed: int | None = Field(None, description="Seed of the sampler [random].")
     # A weight update waits this long for running requests.

@@ -26,6 +26,7 @@ from areal_inference.model.config import ModelConfig, ModelError, ServedModel, U
 
 if TYPE_CHECKING:
     from areal_inference.decode.runner import Cache, Decoder, ModelRunner
+    from areal_inference.model.adapters import Adapter
     from areal_inference.model.vision import See
     from areal_torch.models.cpu_matmul import Storage
 
@@ -64,6 +65,7 @@ class Frontend:
         self.started_at = time.time()
         self.metrics = Metrics(config.served_model_name or config.model_path)
         self.live: set[str] = set()
+        self.adapters: dict[str, Adapter] = {}
         self.weights_lock = asyncio.Lock()
         self.draining = False
         self.ready = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import GRPOConfig
 from areal.config.transports import in_object_store, transport_order
+from areal.weights.served_adapters import served_adapters
 from areal_weight_sync.engine.routes import Routes
 
 # Where `python -m areal.weights.sidecar` listens beside each unmodified SGLang: one on each host.
@@ -47,6 +48,8 @@ class WeightSyncConfig:
     logprob_tolerance: float = 0.1
     """Mean |difference| in nats of the probe's logprobs, for engines without checksums. Servers
     that batch differently in bfloat16 stay below 0.02; wrong weights are above 1."""
+    adapter_rank: int = 0
+    """Rank of the adapters that the trainer publishes; 0: it publishes whole weights."""
     turns: bool = False
     """Whether servers sleep while the trainer computes on their GPUs."""
     turn_lease_s: float = 15.0
@@ -73,6 +76,7 @@ class WeightSyncConfig:
     def from_experiment(cls, experiment: GRPOConfig) -> WeightSyncConfig:
         """Reads `weight_sync`, `model` and `endpoints`."""
         own, ends = experiment.weight_sync, experiment.endpoints
+        adapters, _ = served_adapters(experiment)
         objects = own.path if in_object_store(own.path) else ""
         folder = own.path if not objects else ""
         return cls(
@@ -80,6 +84,7 @@ class WeightSyncConfig:
             max_unavailable=own.max_unavailable,
             probe_interval_s=own.probe_interval_s,
             update_timeout_s=experiment.setup_timeout_s,
+            adapter_rank=adapters.rank if adapters is not None else 0,
             turns=parse_allocation(experiment.allocation_mode).sharing is Sharing.ALTERNATING,
             namespace=experiment.namespace,
             redis=ends.redis,

@@ -31,6 +31,7 @@ from areal.chassis.logging import get_logger
 from areal.chassis.rare_log import RareLog
 from areal.config.transports import in_object_store
 from areal.errors import CapacityExceeded, ConfigError, InvalidInput, NotFound
+from areal.weights.adapters import check_against
 from areal.weights.broadcast import Offer, Seats, buckets
 from areal.weights.manifest import (
     PolicyVersion,
@@ -142,8 +143,17 @@ class Coordinator:
         """
         if not _is_place(version.path):
             raise InvalidInput(f"version.path {version.path!r}: expected an absolute path")
+        if version.adapter is not None and not (version.files and version.adapter.base_digest):
+            raise InvalidInput(
+                f"version {version.version}: an adapter: expected its files and a base_digest"
+            )
         async with self._publishing:
             now = self._current
+            if version.adapter is not None and (self._base is None or version.version < 1):
+                raise InvalidInput(
+                    f"version {version.version}: an adapter: expected version 0, as whole weights, "
+                    "before it"
+                )
             if now is not None and now.stored and _IDENTITY(now) == _IDENTITY(version):
                 return now.version
             if not version.files:
@@ -154,7 +164,7 @@ class Coordinator:
             else:
                 await asyncio.to_thread(self.digests.verify, version)
             if self._base is not None:
-                check_same_tensors(version, self._base)
+                check_against(version, self._base)
             await self._store.publish(version)
             if now is None or version.version > now.version:
                 self._advance(version)

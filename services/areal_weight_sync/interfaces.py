@@ -94,6 +94,10 @@ class CoordinatorView(Protocol):
     def target(self) -> PolicyVersion | None:
         """The current version; None before version 0."""
 
+    @property
+    def base(self) -> PolicyVersion | None:
+        """Version 0; None before it."""
+
     def changed(self, record: ServerRecord) -> None:
         """Announces and persists a record that has changed."""
 

@@ -14,6 +14,8 @@ callers keep the tokens so far and continue elsewhere), so that none continues w
 A version that its trainer broadcasts has no files at first: a member with a seat receives it, the
 others keep what they have until it is stored.
 
+A version that is an adapter is loaded beside version 0's weights, without a pause (`adapting`).
+
 An engine that stages (areal_inference) reads and compares the weights beforehand and swaps them in
 between two decode steps: updated in place, it is never paused.
 """
@@ -31,6 +33,7 @@ from areal.errors import InvalidInput
 from areal.weights.broadcast import Seat
 from areal.weights.manifest import PolicyVersion
 from areal.weights.servers import ServerState
+from areal_weight_sync.adapting import load_adapter, probe_adapter, unload_others
 from areal_weight_sync.confirmation import probe_prompt
 from areal_weight_sync.engine.base import Engine, EngineError, Fault, Fingerprint
 from areal_weight_sync.engine.draining import empty
@@ -69,6 +72,7 @@ class Member:
         self._unloaded = False  # its weights are undefined: it must not continue
         self.gone = False  # its process ended, as far as one can tell: it holds no memory
         self._connections = -1  # of the engine, when the boot was last asked
+        self._based = ""  # boot that holds version 0's weights, confirmed
         self.loading = ""  # path of the version that the server was last told to read
         self._log = get_logger(__name__).bind(server=record.server_id)
 
@@ -171,7 +175,11 @@ class Member:
             return
         if not record.holds(target) or not await self._reconfirm(target):
             await asyncio.to_thread(self._coordinator.digests.verify, target)
+            if target.adapter is not None:
+                await self._adapt(target)
+                return
             await self._update(target)
+            self._based = record.boot_id if target.version == 0 else ""
         if record.state is not SERVING and self._mute:
             await self._try_generation(target)
         self._serve(target)
@@ -220,18 +228,61 @@ class Member:
         """First contact in this state: which boot of the server is this?"""
         boot = await self._boot()
         self.gone = False
+        rank = self._coordinator.config.adapter_rank
+        if self._engine.lora_rank < rank:
+            raise EngineError(
+                Fault.UPDATE_REFUSED,
+                f"the run publishes adapters of rank {rank} (actor.lora), and the server was "
+                f"started for {self._engine.lora_rank or 'none'}: expected --enable-lora "
+                f"--max-lora-rank {rank}",
+            )
         if boot != self.record.boot_id:
             self.record.boot_id, self.record.version = boot, -1
             self._coordinator.changed(self.record)
 
+    async def _adapt(self, target: PolicyVersion) -> None:
+        """From version 0's weights, or an adapter beside them, to SERVING with this adapter."""
+        record, engine, base = self.record, self._engine, self._coordinator.base
+        if base is None:
+            raise NotStoredError(f"version {target.version}: there is no version 0 yet")
+        before = self._served.adapter_name if self._served and record.state is SERVING else ""
+        if self._based != record.boot_id:
+            await asyncio.to_thread(self._coordinator.digests.verify, base)
+            await self._update(base)
+            self._based = record.boot_id
+        self.loading = target.path
+        await load_adapter(engine, target, timeout=self._coordinator.config.update_timeout_s)
+        was_serving = record.state is SERVING
+        running = await engine.running() if was_serving else 0
+        # What ends here waits for a server that serves, and begins again with the new name. A
+        # request that comes late still finds the adapter before.
+        self._move(SYNCING)
+        start = time.perf_counter()
+        await engine.abort_all()
+        found = await probe_adapter(engine, target, base)
+        self._coordinator.confirmation.compare(target.version, record.server_id, found)
+        self._mute = False
+        if was_serving:
+            self._coordinator.updated(record, time.perf_counter() - start, running)
+            record.aborted_requests += running
+        self._serve(target)
+        await unload_others(engine, {target.adapter_name, before}, record.server_id)
+
     async def _reconfirm(self, target: PolicyVersion) -> bool:
         """Same boot, confirmed before: a checksum is enough. False: load to be sure."""
-        if await self._version() != target.name:
+        if await self._version() != self._weights_of(target):
             return False
         fingerprint = await self._engine.fingerprint(self._coordinator.config.update_timeout_s)
         if fingerprint is None:
             return False
-        self._vote(target, fingerprint)
+        base = self._coordinator.base
+        if target.adapter is None or base is None:
+            self._vote(target, fingerprint)
+        else:
+            if target.adapter_name not in await self._engine.adapters():
+                return False
+            self._vote(base, fingerprint)
+            self._based = self.record.boot_id
         # A coordinator that died in an update may have left it paused.
         await self._engine.resume()
         return True
@@ -376,7 +427,7 @@ class Member:
         deep = self._deep or self._probes % self._coordinator.config.deep_probe_every == 0
         self._deep, reported = False, self._reported
         version = await self._version()
-        if version != target.name:
+        if version != self._weights_of(target):
             self._rejoin(f"its weight_version became {version!r:.100}")
         elif deep or self._engine.connections != self._connections:
             if deep:
@@ -385,6 +436,11 @@ class Member:
                 self._rejoin("restarted")
             elif reported:
                 await self._try_generation(target)
+
+    def _weights_of(self, target: PolicyVersion) -> str:
+        """What the server reports while it serves this version: below adapters are version 0's."""
+        base = self._coordinator.base
+        return base.name if target.adapter is not None and base is not None else target.name
 
     async def _boot(self) -> str:
         # Before: a connection made meanwhile may be to another process.
@@ -404,7 +460,8 @@ class Member:
     async def _try_generation(self, target: PolicyVersion) -> None:
         """It answers everything but perhaps the one thing it is for: a client said so."""
         try:
-            await self._engine.logprobs(probe_prompt(target), target.name)
+            asked = self._coordinator.base or target
+            await self._engine.logprobs(probe_prompt(asked), target.name, target.adapter_name)
         except EngineError as error:
             # Late the first time: maybe behind the requests it has.
             if error.fault is not Fault.TIMEOUT or self._mute:

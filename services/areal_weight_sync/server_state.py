@@ -71,6 +71,8 @@ class ServerRecord:
     digest: str = ""
     """`PolicyVersion.digest` of it: a trainer that resumes may make a version again, and its number
     alone does not say which one this server has. Empty: an earlier release did not note it."""
+    adapter: str = ""
+    """Name of the adapter that is `version`; empty: it is whole weights."""
     cause: str = ""
     since: float = field(default_factory=time.time)
     aborted_requests: int = 0
@@ -95,6 +97,7 @@ class ServerRecord:
     def hold(self, version: PolicyVersion) -> None:
         """Its weights are confirmed to be that version's."""
         self.version, self.digest = version.version, version.digest
+        self.adapter = version.adapter_name
 
     def holds(self, version: PolicyVersion) -> bool:
         """Whether that version's weights are what was confirmed."""
@@ -114,6 +117,7 @@ class ServerRecord:
             cause=self.cause,
             since=self.since,
             aborted_requests=self.aborted_requests,
+            adapter=self.adapter,
         )
 
     def to_json(self) -> str:
@@ -135,6 +139,7 @@ class ServerRecord:
                 origin=str(raw.get("origin", "")),
                 version=int(raw["version"]),
                 digest=str(raw.get("digest", "")),
+                adapter=str(raw.get("adapter", "")),
                 aborted_requests=int(raw["aborted_requests"]),
                 boot_id=str(raw["boot_id"]),
             )

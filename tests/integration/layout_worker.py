@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from pydantic import TypeAdapter
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.integration.forked_ranks import run_launches
 from tests.integration.fsdp_worker import share_of
 from tests.unit.areal_torch.engines.image_batches import image_batch
@@ -20,6 +20,7 @@ from tests.unit.areal_torch.engines.model.attention.flash_on_cpu import torch_ke
 from tests.unit.areal_torch.engines.train_fixtures import gradients, make_batch
 
 from areal.config.training import PPOActorConfig
+from areal.weights.adapters import split_name
 from areal_torch.engines import step
 from areal_torch.engines.fsdp import FSDPEngine
 from areal_torch.engines.model import self_test
@@ -66,6 +67,8 @@ def train(job):
         engine.save_checkpoint(job["save_to"], {"step": len(job["seeds"])}).result(timeout=60)
     if "export" in job:
         found = dict(engine.iter_full_tensors())
+        if config.lora is not None:
+            check_adapters(engine, config, found)
     if found is None:
         found = {
             name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach()
@@ -77,6 +80,26 @@ def train(job):
         save_file({k: v.detach().contiguous() for k, v in found.items()}, job["out"])
         Path(job["out"] + ".json").write_text(json.dumps(rows))
     engine.destroy()
+
+
+def check_adapters(engine, config, merged):
+    """What is published as adapters, gathered from all ranks, makes what is published merged."""
+    work = engine.exporter.gathering(None, adapters=True)
+    adapters = {name: t.clone() for bucket in work.buckets() for name, t in bucket}
+    if engine.rank != 0:
+        assert not adapters
+        return
+    start = load_file(f"{config.path}/model.safetensors")
+    scale, adapted = config.lora.alpha / config.lora.rank, 0
+    for name, down in adapters.items():
+        if ".lora_A." in name:
+            weight = f"{split_name(name)[0]}.weight"
+            product = scale * adapters[name.replace("lora_A", "lora_B")] @ down
+            whole = start[weight].to(product.dtype) + product
+            assert (merged[weight] - whole).abs().max() < 1e-6, weight
+            assert product.abs().max() > 1e-4, weight
+            adapted += 1
+    assert 2 * adapted == len(adapters) > 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""GRPO on adapters through a whole stack: servers get merged weights, a checkpoint the adapters."""
+"""GRPO on adapters through a whole stack: servers get adapters, or what is merged."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
-def test_lora_grpo_when_run_then_servers_have_what_peft_merges(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_lora_grpo_when_run_then_servers_have_what_peft_merges(tmp_path: Path, form: str) -> None:
     small = ("total_train_steps=3", "train_dataset.batch_size=16", "gconfig.n_samples=8")
     small += ("allocation_mode=sglang:d1+fsdp:d1", "actor.optimizer.lr=1e-2")
     small += ("rollout.max_head_offpolicyness=0",)  # each version is sampled from, then compared
+    if form == "merged":
+        small += ("actor.lora.publish=merged",)
     model = tmp_path / "model"
     small += (f"model.path={model}",)
     small += ("train_problems=400", "heldout_problems=6", "warm_start_steps=250")
@@ -54,12 +57,20 @@ def test_lora_grpo_when_run_then_servers_have_what_peft_merges(tmp_path: Path) -
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    served = load_file(run / "weights" / "v00000003-inc1" / "model.safetensors")
+    version = run / "weights" / "v00000003-inc1"
     assert export_version(run, "latest", tmp_path / "out") == 0
     plain = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
     before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     merged = PeftModel.from_pretrained(plain, tmp_path / "out" / "adapter").merge_and_unload()
     expected = merged.state_dict()
+    if form == "adapter":
+        held = sum(file.stat().st_size for file in version.glob("*.safetensors"))
+        whole = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        assert held < whole / 2, "the example's adapters are a quarter of its tiny model"
+        again = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+        served = PeftModel.from_pretrained(again, version).merge_and_unload().state_dict()
+    else:
+        served = load_file(version / "model.safetensors")
     moved = 0.0
     for name, tensor in served.items():
         torch.testing.assert_close(tensor.float(), expected[name], rtol=1e-2, atol=1e-5)

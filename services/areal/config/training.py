@@ -24,6 +24,7 @@ _NOT_A_KEY = {"omegaconf_ignore": True}
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 Checkpointing = Literal["none", "selective", "full", "offload"]
+AdapterForm = Literal["auto", "adapter", "merged"]
 Moments = Literal["float32", "bfloat16"]
 OptimizerType = Literal["adamw", "muon"]
 Kernels = Literal["auto", "eager", "compile", "liger"]
@@ -179,6 +180,11 @@ class LoraConfig:
     targets: list[str] = field(default_factory=list)
     """Which linear layers of the language decoder get adapters, by the last part of their names,
     such as q_proj; an empty list means all of them."""
+    publish: AdapterForm = "auto"
+    """What inference servers get. `adapter`: only the adapters, which the servers add to the model.
+    `merged`: the whole model, with the adapters merged into it. `auto` means `adapter` if `areal
+    run` starts the servers and they can add adapters to this model; otherwise `merged`. The log's
+    line `lora_published` says which, and why."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from areal.v1 import weight_sync_service_pb2 as service_pb
 from areal.weights.broadcast import Offer
 from areal.weights.manifest import (
     MAX_POLICY_VERSION,
+    AdapterInfo,
     DeltaFile,
     PolicyVersion,
     WeightFile,
@@ -38,6 +39,8 @@ def version_to_pb(version: PolicyVersion, *, with_manifest: bool = True) -> pb.P
         )
         if version.delta is not None:
             message.delta.CopyFrom(pb.WeightDelta(**vars(version.delta)))
+    if version.adapter is not None:
+        message.adapter.CopyFrom(pb.WeightAdapter(**vars(version.adapter)))
     return message
 
 
@@ -81,6 +84,16 @@ def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
         )
         if message.HasField("delta")
         else None,
+        adapter=AdapterInfo(
+            message.adapter.rank,
+            message.adapter.alpha,
+            message.adapter.base_digest,
+            message.adapter.size,
+            message.adapter.before,
+            message.adapter.change,
+        )
+        if message.HasField("adapter")
+        else None,
         publish_time=publish_time,
     )
 
@@ -94,6 +107,7 @@ def server_to_pb(server: InferenceServer) -> pb.InferenceServer:
         version=server.version,
         cause=server.cause,
         aborted_requests=server.aborted_requests,
+        adapter=server.adapter,
     )
     message.since.FromMicroseconds(int(server.since * 1e6))
     return message
@@ -109,6 +123,7 @@ def server_from_pb(message: pb.InferenceServer) -> InferenceServer:
         cause=message.cause,
         since=message.since.ToMicroseconds() / 1e6,
         aborted_requests=message.aborted_requests,
+        adapter=message.adapter,
     )
 
 

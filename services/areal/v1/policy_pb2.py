@@ -25,23 +25,25 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x61real/v1/policy.proto\x12\x08\x61real.v1\x1a\x1fgoogle/protobuf/timestamp.proto\">\n\nWeightFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"J\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"T\n\x0bWeightDelta\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"\xe9\x01\n\rPolicyVersion\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0c\n\x04path\x18\x03 \x01(\t\x12#\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x14.areal.v1.WeightFile\x12\'\n\x07tensors\x18\x05 \x03(\x0b\x32\x16.areal.v1.WeightTensor\x12\x30\n\x0cpublish_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05\x64\x65lta\x18\x07 \x01(\x0b\x32\x15.areal.v1.WeightDelta\"\xbc\x01\n\x0fInferenceServer\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.areal.v1.ServerState\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\r\n\x05\x63\x61use\x18\x05 \x01(\t\x12)\n\x05since\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10\x61\x62orted_requests\x18\x07 \x01(\x03*\xb2\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_JOINING\x10\x01\x12\x18\n\x14SERVER_STATE_SYNCING\x10\x02\x12\x18\n\x14SERVER_STATE_SERVING\x10\x03\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x04\x12\x1c\n\x18SERVER_STATE_QUARANTINED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x61real/v1/policy.proto\x12\x08\x61real.v1\x1a\x1fgoogle/protobuf/timestamp.proto\">\n\nWeightFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"J\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"T\n\x0bWeightDelta\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"o\n\rWeightAdapter\x12\x0c\n\x04rank\x18\x01 \x01(\x03\x12\r\n\x05\x61lpha\x18\x02 \x01(\x03\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\x0c\n\x04size\x18\x04 \x01(\x01\x12\x0e\n\x06\x62\x65\x66ore\x18\x05 \x01(\t\x12\x0e\n\x06\x63hange\x18\x06 \x01(\x01\"\x93\x02\n\rPolicyVersion\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0c\n\x04path\x18\x03 \x01(\t\x12#\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x14.areal.v1.WeightFile\x12\'\n\x07tensors\x18\x05 \x03(\x0b\x32\x16.areal.v1.WeightTensor\x12\x30\n\x0cpublish_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05\x64\x65lta\x18\x07 \x01(\x0b\x32\x15.areal.v1.WeightDelta\x12(\n\x07\x61\x64\x61pter\x18\x08 \x01(\x0b\x32\x17.areal.v1.WeightAdapter\"\xcd\x01\n\x0fInferenceServer\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.areal.v1.ServerState\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\r\n\x05\x63\x61use\x18\x05 \x01(\t\x12)\n\x05since\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10\x61\x62orted_requests\x18\x07 \x01(\x03\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t*\xb2\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_JOINING\x10\x01\x12\x18\n\x14SERVER_STATE_SYNCING\x10\x02\x12\x18\n\x14SERVER_STATE_SERVING\x10\x03\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x04\x12\x1c\n\x18SERVER_STATE_QUARANTINED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'areal.v1.policy_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVERSTATE']._serialized_start=722
-  _globals['_SERVERSTATE']._serialized_end=900
+  _globals['_SERVERSTATE']._serialized_start=894
+  _globals['_SERVERSTATE']._serialized_end=1072
   _globals['_WEIGHTFILE']._serialized_start=68
   _globals['_WEIGHTFILE']._serialized_end=130
   _globals['_WEIGHTTENSOR']._serialized_start=132
   _globals['_WEIGHTTENSOR']._serialized_end=206
   _globals['_WEIGHTDELTA']._serialized_start=208
   _globals['_WEIGHTDELTA']._serialized_end=292
-  _globals['_POLICYVERSION']._serialized_start=295
-  _globals['_POLICYVERSION']._serialized_end=528
-  _globals['_INFERENCESERVER']._serialized_start=531
-  _globals['_INFERENCESERVER']._serialized_end=719
+  _globals['_WEIGHTADAPTER']._serialized_start=294
+  _globals['_WEIGHTADAPTER']._serialized_end=405
+  _globals['_POLICYVERSION']._serialized_start=408
+  _globals['_POLICYVERSION']._serialized_end=683
+  _globals['_INFERENCESERVER']._serialized_start=686
+  _globals['_INFERENCESERVER']._serialized_end=891
 # @@protoc_insertion_point(module_scope)

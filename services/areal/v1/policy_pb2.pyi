@@ -150,6 +150,47 @@ class WeightDelta(_message.Message):
 Global___WeightDelta: _TypeAlias = WeightDelta  # noqa: Y015
 
 @_typing.final
+class WeightAdapter(_message.Message):
+    """A version that is an adapter: what servers compute with is version 0 plus alpha / rank * B A."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    alpha: _builtins.int
+    base_digest: _builtins.str
+    """Digest of version 0's tensors."""
+    size: _builtins.float
+    """The largest |alpha / rank * B|; 0: the adapter changes nothing."""
+    before: _builtins.str
+    """Folder name of the version that the trainer published before, and the largest difference of
+    alpha / rank * B from it; empty: it published none.
+    """
+    change: _builtins.float
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        alpha: _builtins.int = ...,
+        base_digest: _builtins.str = ...,
+        size: _builtins.float = ...,
+        before: _builtins.str = ...,
+        change: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "base_digest", b"base_digest", "before", b"before", "change", b"change", "rank", b"rank", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightAdapter: _TypeAlias = WeightAdapter  # noqa: Y015
+
+@_typing.final
 class PolicyVersion(_message.Message):
     """One published set of weights."""
 
@@ -162,6 +203,7 @@ class PolicyVersion(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     PUBLISH_TIME_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Finished train steps; 0 = initial weights."""
     incarnation: _builtins.int
@@ -178,6 +220,10 @@ class PolicyVersion(_message.Message):
     def delta(self) -> Global___WeightDelta:
         """Published in addition to the files, or instead of files that can be rebuilt from it."""
 
+    @_builtins.property
+    def adapter(self) -> Global___WeightAdapter:
+        """The files hold an adapter; unset: whole weights."""
+
     def __init__(
         self,
         *,
@@ -188,10 +234,11 @@ class PolicyVersion(_message.Message):
         tensors: _abc.Iterable[Global___WeightTensor] | None = ...,
         publish_time: _timestamp_pb2.Timestamp | None = ...,
         delta: Global___WeightDelta | None = ...,
+        adapter: Global___WeightAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "publish_time", b"publish_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "delta", b"delta", "publish_time", b"publish_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "files", b"files", "incarnation", b"incarnation", "path", b"path", "publish_time", b"publish_time", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "delta", b"delta", "files", b"files", "incarnation", b"incarnation", "path", b"path", "publish_time", b"publish_time", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,6 +255,7 @@ class InferenceServer(_message.Message):
     CAUSE_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     ABORTED_REQUESTS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     url: _builtins.str
     """http://host:port"""
@@ -218,6 +266,10 @@ class InferenceServer(_message.Message):
     """Why it is quarantined, or the last error."""
     aborted_requests: _builtins.int
     """Number of this server's requests that updates aborted (pauses do not count)."""
+    adapter: _builtins.str
+    """Name of the adapter that is `version`; requests have to name it as lora_path. Empty: `version`
+    is whole weights.
+    """
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -230,10 +282,11 @@ class InferenceServer(_message.Message):
         cause: _builtins.str = ...,
         since: _timestamp_pb2.Timestamp | None = ...,
         aborted_requests: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_requests", b"aborted_requests", "cause", b"cause", "server_id", b"server_id", "since", b"since", "state", b"state", "url", b"url", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_requests", b"aborted_requests", "adapter", b"adapter", "cause", b"cause", "server_id", b"server_id", "since", b"since", "state", b"state", "url", b"url", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,6 +34,8 @@ MANIFEST = "manifest.json"
 MAX_POLICY_VERSION = 2**21
 _INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 SPARE = ".spare"
 """A retired folder whose files the next version may overwrite."""
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
@@ -90,6 +92,28 @@ class DeltaFile:
 
 
 @dataclass(frozen=True)
+class AdapterInfo:
+    """What a version of adapters (LoRA) adds to version 0; see `weights.adapters`.
+
+    Example:
+        >>> AdapterInfo(rank=16, alpha=32, base_digest="9f86…", size=2e-4)
+    """
+
+    rank: int
+    """Of B A."""
+    alpha: int
+    """Servers compute with W + alpha / rank * B A."""
+    base_digest: str
+    """`PolicyVersion.digest` of version 0, whose weights W are."""
+    size: float = 0.0
+    """The largest |alpha / rank * B|; 0: the adapter changes nothing."""
+    before: str = ""
+    """Folder name of the version that the trainer published before; empty: none."""
+    change: float = 0.0
+    """The largest difference of alpha / rank * B from that version."""
+
+
+@dataclass(frozen=True)
 class PolicyVersion:
     """One published set of weights, with its manifest.
 
@@ -107,6 +131,8 @@ class PolicyVersion:
     tensors: tuple[WeightTensor, ...] = ()
     delta: DeltaFile | None = None
     """Beside the files, or instead of those that can be made from it."""
+    adapter: AdapterInfo | None = None
+    """The files hold an adapter, in the form that peft reads; None: whole weights."""
     publish_time: float = field(default=0.0, compare=False)
     """Unix seconds."""
 
@@ -124,7 +150,15 @@ class PolicyVersion:
     def digest(self) -> str:
         """The digest of what servers compute with: every tensor's name, type, shape and bytes."""
         lines = sorted(f"{t.name} {t.dtype} {t.shape} {t.digest}\n" for t in self.tensors)
+        if self.adapter is not None:
+            own = self.adapter
+            lines.append(f"adapter {own.rank} {own.alpha} {own.base_digest}\n")
         return digest_of("".join(lines).encode())
+
+    @property
+    def adapter_name(self) -> str:
+        """The name by which requests ask for it: one for each version; "" for whole weights."""
+        return self.folder_name if self.adapter is not None else ""
 
     @property
     def stored(self) -> bool:
@@ -152,8 +186,14 @@ def staging_dir(root: Path, version: int, incarnation: int) -> Path:
     return root / f".staging-v{version:08d}-inc{incarnation}"
 
 
-def open_staging(root: Path, version: int, incarnation: int) -> Path:
+def open_staging(root: Path, version: int, incarnation: int, *, reuse: bool = True) -> Path:
     """Returns an empty staging folder, or one with a retired version's weight file to overwrite.
+
+    Args:
+        root: The weights root.
+        version: Finished train steps.
+        incarnation: The trainer's.
+        reuse: False: always an empty one.
 
     Raises:
         OSError: The volume is full, read-only or not available.
@@ -162,6 +202,8 @@ def open_staging(root: Path, version: int, incarnation: int) -> Path:
     shutil.rmtree(staging, ignore_errors=True)
     root.mkdir(parents=True, exist_ok=True)
     try:
+        if not reuse:
+            raise FileNotFoundError
         (root / SPARE).rename(staging)
     except OSError:
         staging.mkdir()

@@ -24,7 +24,6 @@ from areal.config.transports import in_object_store
 from areal.errors import InvalidInput
 from areal.weights.manifest import (
     MANIFEST,
-    SINGLE_FILE,
     PolicyVersion,
     WeightFile,
     from_json,
@@ -230,7 +229,7 @@ class ObjectStore:
                     raise TimeoutError(f"not uploaded within {patience:.0f} s")
                 yield piece
 
-        path = f"{new.name}/{SINGLE_FILE}"
+        path = f"{new.name}/{new.weights_file}"
         with self._failing(path):
             obstore.put(
                 self._client,
@@ -274,9 +273,12 @@ class ObjectPublisher:
         manifest = replace(described, path=f"{store.url}/{new.name}")
         if new.name not in store.names(whole=True):
             beside = []
-            for file in companions(new.model):
+            for file in companions(new.model) if new.adapter is None else ():
                 store.put(f"{new.name}/{file.name}", file.read_bytes())
                 beside.append(WeightFile(file.name, file.stat().st_size, file_digest(file)))
+            if new.adapter is not None:
+                small, content = new.small_file()
+                store.put(f"{new.name}/{small}", content)
             store.put(f"{new.name}/{_COMPANIONS}", json.dumps([asdict(f) for f in beside]).encode())
             store.put_weights(new, layout)
             store.put(f"{new.name}/{MANIFEST}", to_json(manifest).encode())

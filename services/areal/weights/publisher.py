@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from areal.errors import ArealError
+from areal.weights.adapters import adapter_config, assemble_adapter
 from areal.weights.manifest import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
     SINGLE_FILE,
+    AdapterInfo,
     PolicyVersion,
     WeightFile,
     WeightTensor,
@@ -59,6 +63,19 @@ class NewVersion:
     """Directory that config and tokenizer are copied from."""
     again: Again | None = None
     """What a broadcast sends instead of the bytes here; None: those."""
+    adapter: AdapterInfo | None = None
+    """The tensors are an adapter's; None: they are whole weights."""
+
+    @property
+    def weights_file(self) -> str:
+        """The name of its safetensors file."""
+        return SINGLE_FILE if self.adapter is None else ADAPTER_FILE
+
+    def small_file(self) -> tuple[str, bytes]:
+        """Returns the name and the content of the file that says what the tensors are."""
+        if self.adapter is None:
+            return "config.json", (self.model / "config.json").read_bytes()
+        return ADAPTER_CONFIG, adapter_config(self.adapter, [t.name for t in self.tensors])
 
     @property
     def name(self) -> str:
@@ -108,13 +125,13 @@ def describe(new: NewVersion) -> tuple[PolicyVersion, Layout]:
 
 def manifest_of(new: NewVersion, layout: Layout, digests: Mapping[str, str]) -> PolicyVersion:
     """Returns the manifest, from the tensors' digests by name."""
-    return assemble_manifest(
-        new.model,
-        new.version,
-        new.incarnation,
-        [WeightFile(SINGLE_FILE, layout.size_bytes, layout.file_digest(digests))],
-        [WeightTensor(p.name, p.shape, p.dtype, digests[p.name]) for p in layout.places],
-    )
+    weights = WeightFile(new.weights_file, layout.size_bytes, layout.file_digest(digests))
+    tensors = [WeightTensor(p.name, p.shape, p.dtype, digests[p.name]) for p in layout.places]
+    if new.adapter is not None:
+        return assemble_adapter(
+            new.model, new.version, new.incarnation, weights, tensors, new.adapter
+        )
+    return assemble_manifest(new.model, new.version, new.incarnation, [weights], tensors)
 
 
 def pieces(new: NewVersion, layout: Layout, most: int) -> Iterator[memoryview]:

@@ -43,6 +43,9 @@ class InferenceServer:
     """Unix seconds when it entered the state."""
     aborted_requests: int = 0
     """Requests that updates aborted (paused ones do not count)."""
+    adapter: str = ""
+    """Name of the adapter that is `version`: requests have to name it, or the server computes them
+    with version 0. Empty: `version` is whole weights."""
 
 
 @dataclass(frozen=True)

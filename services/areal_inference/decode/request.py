@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_inference.decode.grammar import Grammar
+    from areal_inference.model.adapters import Adapter
     from areal_inference.model.vision import Seen
 
 _GREEDY_BELOW = 1e-6
@@ -66,6 +67,9 @@ class Request:
     seen: Seen | None = None
     """The images of the prompt, which `input_ids` has as many tokens for as they have features."""
 
+    adapter: Adapter | None = None
+    """Computed with it to its end, even if it is unloaded meanwhile; None: with the weights."""
+
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float] | None = None
@@ -93,10 +97,11 @@ class Request:
         """Tokens known: prompt and output. The last one is not in the KV cache yet."""
         return len(self.input_ids) + len(self.output_ids)
 
-    def prompt_key(self) -> tuple[str | None, bytes]:
+    def prompt_key(self) -> tuple[str | None, str, bytes]:
         """A key that is equal for requests that may share the work on their prompt."""
         images = b"" if self.seen is None else self.seen.digest
-        return self.extra_key, images + array("q", self.input_ids).tobytes()
+        adapter = "" if self.adapter is None else self.adapter.uid
+        return self.extra_key, adapter, images + array("q", self.input_ids).tobytes()
 
 
 def abort_reason(message: str) -> dict[str, Any]:

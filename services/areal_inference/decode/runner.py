@@ -10,6 +10,7 @@ from torch import Tensor
 
 from areal_inference.decode.request import Request
 from areal_inference.decode.sampling import SamplingBatch, sample
+from areal_inference.model.adapters import Adapter, Pairs
 from areal_inference.model.kv_cache import round_up
 from areal_inference.model.vision import Seen
 
@@ -45,6 +46,11 @@ class Decoder(Protocol):
 
     weights: Any
     """A `WeightSet` of its own kind."""
+    adapters: Sequence[Adapter | None]
+    """Of the sequences of the next call, in its order; empty: none has any."""
+
+    def adapt(self, pairs: Pairs) -> Any:
+        """Return an adapter's parts as it computes with them; raises InvalidInput."""
 
     def prefill(
         self,
@@ -132,6 +138,7 @@ class ModelRunner:
         for group in _similar_lengths(requests, self._max_prefill_tokens):
             sequences = [(r.input_ids + r.output_ids)[:-1] for r in group]
             hidden = None
+            self.model.adapters = [r.adapter for r in group]
             if any(sequences):
                 hidden = self.model.prefill(
                     self.cache, [r.row for r in group], sequences, [r.seen for r in group]
@@ -173,6 +180,7 @@ class ModelRunner:
         shifts = None
         if any(r.seen is not None for r in requests):
             shifts = torch.tensor([0 if r.seen is None else r.seen.shift for r in requests])
+        self.model.adapters = [r.adapter for r in requests]
         logits = self.model.decode(
             self.cache, torch.tensor(last), torch.tensor(positions), span, shifts
         )

@@ -118,7 +118,7 @@ class Scheduler:
         self._batch_changed = True
         self._news: list[Request] = []
         # Running requests whose prompt was computed with the current weights, by prompt.
-        self._donors: dict[tuple[str | None, bytes], Request] = {}
+        self._donors: dict[tuple[str | None, str, bytes], Request] = {}
         self._window = (clock(), 0)
         self._throughput = 0.0
 

@@ -10,6 +10,7 @@ from areal.chassis.http_auth import BearerAuth, OwnPagesOnly
 from areal.chassis.http_tracing import TracedRequests
 from areal.security import Security
 from areal_inference.frontend import Frontend
+from areal_inference.http_api.adapters import adapter_routes
 from areal_inference.http_api.chat import chat_routes
 from areal_inference.http_api.control import control_routes
 from areal_inference.http_api.generation import generate_route
@@ -25,6 +26,7 @@ def build_app(frontend: Frontend, security: Security) -> Starlette:
         routes=[
             *routes,
             *info_routes(frontend),
+            *adapter_routes(frontend, security.headers()),
             *chat_routes(frontend),
             *control_routes(frontend, security.headers()),
         ]

@@ -28,7 +28,13 @@ def generate_route(frontend: Frontend) -> Route:
     async def generate(http: HttpRequest) -> Response:
         body = await read_json(http)
         parse = partial(
-            parse_generate, body, frontend.limits, encode, frontend.see, frontend.constrain
+            parse_generate,
+            body,
+            frontend.limits,
+            encode,
+            frontend.see,
+            frontend.constrain,
+            frontend.adapters,
         )
         call = await asyncio.to_thread(parse) if is_slow(body) else parse()
         frontend.start(call)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from areal.errors import InvalidInput
 from areal.tokenizer import longest_input
 from areal.weights.manifest import weight_files
 from areal.weights.safetensors import read_layout
+from areal_inference.model.adapters import Adapter, Pairs
 from areal_inference.model.config import ModelError, eos_ids, read_json, refuse_quantized
 from areal_inference.model.plain_cache import PlainCache, Row, State, gathered
 from areal_inference.model.vision import Seen
@@ -184,6 +185,9 @@ class PlainModel:
         self._cache_name = next((name for name in _CACHES if name in known), "")
         self._places = _places(self._hf)
         self._keeps = False
+        self.adapters: Sequence[Adapter | None] = ()
+        self._adapter: Adapter | None = None  # of the sequences that are being computed
+        self._hooked: set[str] = set()
         self.weights = weights
         self._try(config)
 
@@ -207,6 +211,22 @@ class PlainModel:
                 tensors[key] = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
         self._matrix = heads.wide_matrix(self._hf) if made else None
 
+    def adapt(self, pairs: Pairs) -> Any:
+        """See `runner.Decoder`: each layer asks for its pair by the name of its module."""
+        modules = dict(self._hf.named_modules())
+        for name, pair in pairs.items():
+            linear, shape = modules.get(name), (pair.up.shape[1], pair.down.shape[0])
+            if not isinstance(linear, nn.Linear) or tuple(linear.weight.shape) != shape:
+                raise InvalidInput(f"adapter for {name}: this model has no such linear layer")
+        for name in pairs.keys() - self._hooked:
+            modules[name].register_forward_hook(partial(self._add, name))
+            self._hooked.add(name)
+        return pairs
+
+    def _add(self, name: str, _: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        pair = None if self._adapter is None else self._adapter.parts.get(name)
+        return output if pair is None else output + pair.of(given[0])
+
     def prefill(
         self,
         cache: PlainCache,
@@ -216,12 +236,13 @@ class PlainModel:
     ) -> list[Tensor]:
         """See `transformer.Model.prefill`: [length, hidden] of each sequence."""
         found = [torch.empty(0)] * len(rows)
-        by_length: dict[int, list[int]] = {}
+        adapters = self.adapters or [None] * len(rows)
+        alike: dict[tuple[int, Adapter | None], list[int]] = {}
         for number, ids in enumerate(sequences):
             cache.rows[rows[number]] = Row()
             if ids:
-                by_length.setdefault(len(ids), []).append(number)
-        for members in by_length.values():
+                alike.setdefault((len(ids), adapters[number]), []).append(number)
+        for (_, self._adapter), members in alike.items():
             batch = torch.tensor([sequences[number] for number in members])
             hidden, kept = self._forward(batch, None, 0)
             state = None if kept is None else State(kept, len(members), frozen=True)
@@ -241,7 +262,8 @@ class PlainModel:
     ) -> Tensor:
         """See `transformer.Model.decode`; rows beyond the given ones are forgotten."""
         given = zip(tokens.tolist(), positions.tolist(), strict=True)
-        groups: dict[tuple[int, bool], list[Row]] = {}
+        adapters = self.adapters or [None] * len(tokens)
+        groups: dict[tuple[int, bool, Adapter | None], list[Row]] = {}
         rows = []
         for number, (token, position) in enumerate(given):
             row = cache.rows.get(number)
@@ -250,10 +272,11 @@ class PlainModel:
             assert len(row.ids) == position, "each token but the last was computed"
             row.ids.append(token)
             rows.append(row)
-            groups.setdefault((position, row.state is not None), []).append(row)
+            key = position, row.state is not None, adapters[number]
+            groups.setdefault(key, []).append(row)
         cache.rows = dict(enumerate(rows))
         last = dict[int, Tensor]()
-        for (position, kept), members in groups.items():
+        for (position, kept, self._adapter), members in groups.items():
             size = len(members) if kept else max(1, _TOKENS_AT_ONCE // (position + 1))
             for begin in range(0, len(members), size):
                 part = members[begin : begin + size]

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
+from areal_inference.model.adapters import Adapter, Pairs, fused, rows_by_adapter
 from areal_inference.model.config import ModelConfig
 from areal_inference.model.kv_cache import KVCache
 from areal_inference.model.vision import Seen, features
-from areal_inference.model.weights import LayerWeights, Weights
+from areal_inference.model.weights import Weights
 
 
 class Model:
@@ -31,7 +33,13 @@ class Model:
     def __init__(self, config: ModelConfig, weights: Weights, max_length: int):
         self.config = config
         self.weights = weights
+        self.adapters: Sequence[Adapter | None] = ()
+        self._adapted: list[tuple[Tensor | slice, Any]] = []
         self._rotary = _rotary_table(config, max_length)
+
+    def adapt(self, pairs: Pairs) -> Any:
+        """See `runner.Decoder`."""
+        return fused(pairs, self.config)
 
     def prefill(
         self,
@@ -59,11 +67,12 @@ class Model:
         heads, kv_heads = config.num_heads, config.num_kv_heads
         rotary = self._rotary[:length].view(1, length, 1, -1)
         hidden = F.embedding(ids.reshape(-1), self.weights.embed)
+        self._adapted = rows_by_adapter(self.adapters, length)
         if any(each is not None for each in seen):
             rotary = torch.stack([self._turns(each, length) for each in seen]).unsqueeze(2)
             self._put_images(hidden.view(count, length, -1), seen)
         for index, layer in enumerate(self.weights.layers):
-            qkv = self._qkv(layer, hidden).view(count, length, -1, config.head_dim)
+            qkv = self._qkv(index, hidden).view(count, length, -1, config.head_dim)
             _rotate(qkv[:, :, : heads + kv_heads], rotary)
             by_head = qkv.transpose(1, 2)
             query, key = by_head[:, :heads], by_head[:, heads : heads + kv_heads]
@@ -74,7 +83,7 @@ class Model:
                 query, key, value, is_causal=True, enable_gqa=heads != kv_heads
             )
             hidden = self._finish_layer(
-                layer, hidden, mixed.transpose(1, 2).reshape(-1, layer.o.shape[0])
+                index, hidden, mixed.transpose(1, 2).reshape(-1, layer.o.shape[0])
             )
         return self._norm(hidden, self.weights.final_norm).view(count, length, -1)
 
@@ -121,12 +130,13 @@ class Model:
         rotary = self._rotary[turned].unsqueeze(1)
         rows = torch.arange(count)
         hidden = F.embedding(tokens, self.weights.embed)
+        self._adapted = rows_by_adapter(self.adapters)
         mask = torch.zeros(count, span, dtype=hidden.dtype)
         mask.masked_fill_(torch.arange(span) > positions.unsqueeze(1), -torch.inf)
         mask = mask.view(count, 1, 1, span)
         keys, values = cache.tensor[:, :, :count, :, :span].unbind(1)
-        for index, layer in enumerate(self.weights.layers):
-            qkv = self._qkv(layer, hidden).view(count, -1, config.head_dim)
+        for index in range(config.num_layers):
+            qkv = self._qkv(index, hidden).view(count, -1, config.head_dim)
             _rotate(qkv[:, :rotated], rotary)
             new = qkv[:, config.num_heads :].view(count, 2, -1, config.head_dim)
             cache.by_position[index][rows, positions] = new
@@ -135,7 +145,7 @@ class Model:
             mixed = F.scaled_dot_product_attention(
                 query, keys[index], values[index], attn_mask=mask
             )
-            hidden = self._finish_layer(layer, hidden, mixed.view(count, -1))
+            hidden = self._finish_layer(index, hidden, mixed.view(count, -1))
         return self.logits(self._norm(hidden, self.weights.final_norm))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -145,18 +155,30 @@ class Model:
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, (hidden.shape[-1],), weight, self.config.rms_norm_eps)
 
-    def _qkv(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
+    def _qkv(self, index: int, hidden: Tensor) -> Tensor:
+        layer = self.weights.layers[index]
         normed = self._norm(hidden, layer.input_norm)
         if layer.qkv_bias is None:
-            return normed @ layer.qkv
-        return torch.addmm(layer.qkv_bias, normed, layer.qkv)
+            return self._adapt(index, "qkv", normed, normed @ layer.qkv)
+        return self._adapt(index, "qkv", normed, torch.addmm(layer.qkv_bias, normed, layer.qkv))
 
-    def _finish_layer(self, layer: LayerWeights, hidden: Tensor, mixed: Tensor) -> Tensor:
-        hidden = torch.addmm(hidden, mixed, layer.o)
+    def _finish_layer(self, index: int, hidden: Tensor, mixed: Tensor) -> Tensor:
+        layer = self.weights.layers[index]
+        hidden = self._adapt(index, "o", mixed, torch.addmm(hidden, mixed, layer.o))
         if layer.o_bias is not None:
             hidden += layer.o_bias
-        gate, up = (self._norm(hidden, layer.post_norm) @ layer.gate_up).chunk(2, dim=-1)
-        return hidden.addmm_(F.silu(gate).mul_(up), layer.down)
+        normed = self._norm(hidden, layer.post_norm)
+        both = self._adapt(index, "gate_up", normed, normed @ layer.gate_up)
+        gate, up = both.chunk(2, dim=-1)
+        inner = F.silu(gate).mul_(up)
+        return self._adapt(index, "down", inner, hidden.addmm_(inner, layer.down))
+
+    def _adapt(self, index: int, matrix: str, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Add to the outputs of a layer's matrix what the adapters of the rows add."""
+        for rows, layers in self._adapted:
+            if (pair := layers[index].get(matrix)) is not None:
+                outputs[rows] += pair.of(inputs[rows])
+        return outputs
 
 
 def _rotate(heads: Tensor, rotary: Tensor) -> None:

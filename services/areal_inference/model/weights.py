@@ -479,19 +479,19 @@ def _layer_targets(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[s
         matrix = layer.qkv[:, start : start + width].t()
         yield (
             f"self_attn.{name}_proj.weight",
-            _interleave(matrix, config.head_dim) if rotary else matrix,
+            interleave(matrix, config.head_dim) if rotary else matrix,
         )
         if layer.qkv_bias is not None:
             bias = layer.qkv_bias[start : start + width]
             yield (
                 f"self_attn.{name}_proj.bias",
-                _interleave(bias, config.head_dim) if rotary else bias,
+                interleave(bias, config.head_dim) if rotary else bias,
             )
         start += width
     if layer.o_bias is not None:
         yield "self_attn.o_proj.bias", layer.o_bias
 
 
-def _interleave(rows: Tensor, head_dim: int) -> Tensor:
+def interleave(rows: Tensor, head_dim: int) -> Tensor:
     """View of [heads * head_dim, ...] storage rows (i, half) in checkpoint order (half, i)."""
     return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2)

@@ -16,6 +16,7 @@ from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
 from areal.model_directory import serving_dtype
 from areal.security import Security
+from areal.weights.served_adapters import AT_ONCE, served_adapters
 from areal_launch.clusters.base import Placement
 from areal_launch.gpus.engine import inference_command
 from areal_launch.gpus.visible import VARIABLE
@@ -234,14 +235,23 @@ class _Planner:
         part = self.placement.servers_part
         if command and part and not any(_MEMORY in each for each in command):
             arguments[_MEMORY] = f"{part:.2f}"
+        adapters, modules = served_adapters(config)[0], tuple[str, ...]()
+        if adapters is not None:
+            arguments["max-lora-rank"] = str(adapters.rank)
+        if adapters is not None and command:
+            arguments["max-loras-per-batch"] = str(AT_ONCE)
+            modules = ("--lora-target-modules", *adapters.modules)
         turns = command and allocation.sharing is Sharing.ALTERNATING
-        flags = ("--enable-memory-saver",) if turns else ()
+        flags: tuple[str, ...] = ("--enable-memory-saver",) if turns else ()
+        if adapters is not None:
+            flags += ("--enable-lora",)
         return ProcessSpec(
             name=name,
             argv=(
                 *(command or (sys.executable, "-m", "areal_inference")),
                 *(part for key, value in arguments.items() for part in (f"--{key}", value)),
                 *flags,
+                *modules,
             ),
             log=folder.log_of(name),
             probe=http_probe(node.address, port, "/health"),

@@ -49,16 +49,21 @@ class Answer:
         count: Sequences that were asked for; the events of several say which one by an index.
         on_tokens: Called with the index of a sequence and its tokens so far. These tokens are
             kept even if the server fails.
+        of_adapter: The request named an adapter, which is that version: every token is of it,
+            whatever the server says of itself.
     """
 
-    __slots__ = ("_count", "_on_tokens", "partial", "version")
+    __slots__ = ("_count", "_on_tokens", "of_adapter", "partial", "version")
 
     def __init__(
         self,
         version: int,
         count: int = 1,
         on_tokens: Callable[[int, Sequence[int]], None] | None = None,
+        *,
+        of_adapter: bool = False,
     ) -> None:
+        self.of_adapter = of_adapter
         self._on_tokens = on_tokens
         self.version = version
         self._count = count
@@ -99,7 +104,7 @@ class Answer:
                 index = self._index(event)
                 newest[index] = event
                 found = _VERSION.search(event)
-                if found is None or found[1] != version:
+                if not self.of_adapter and (found is None or found[1] != version):
                     unknown.add(index)
                 # The last event of a sequence says the version of each of its tokens.
                 if index not in unknown or b'"weight_versions"' in event:

@@ -12,8 +12,10 @@
 | interrupt | running requests  | their partial answers    | /abort_request, its deadline          |
 
 Every token keeps the version that sampled it (`meta_info.weight_versions`), whatever happened in
-between: a continued request sends prompt + tokens so far and asks for the rest. The answers of a
-group are asked for in one call; after an interruption, those that have not ended are.
+between: a continued request sends prompt + tokens so far and asks for the rest. Where versions are
+adapters, each call names one, here and nowhere else, and all its tokens are of that one.
+
+The answers of a group are asked for in one call; after an interruption, those that have not ended.
 """
 
 from __future__ import annotations
@@ -321,6 +323,7 @@ class SGLangClient:
             responses,
             rids,
             extra_key=str(server.version),
+            adapter=server.adapter,
             limits=self.limits,
             most=most,
             stream_interval=stream_interval(
@@ -329,14 +332,17 @@ class SGLangClient:
             ),
         )
         began = time.monotonic()
-        answer = Answer(server.version, len(responses), on_tokens)
+        adapter, sampled_by = server.adapter, server.version if server.adapter else None
+        answer = Answer(server.version, len(responses), on_tokens, of_adapter=bool(adapter))
         scope = asyncio.timeout_at(deadline)
         self._running[rids[0]] = (server, scope, rids)
         server.running.add(scope)
         try:
             async with scope:
                 raw = await self._exchange(server, body, answer)
-            finished = append_answers(responses, raw, min_version, self.limits.vocab_size)
+            finished = append_answers(
+                responses, raw, min_version, self.limits.vocab_size, sampled_by=sampled_by
+            )
             trace.finished(finished)
         except BaseException as error:
             self._salvage(responses, answer, server, min_version)
@@ -345,7 +351,10 @@ class SGLangClient:
                 raise
             if isinstance(error, asyncio.CancelledError) or scope.expired():
                 self._abort(server, rids)
-            failure = self._judged(error, server, scope, deadline, began)
+            # Of the server's: it lacks the adapter that it was listed with.
+            lacks = isinstance(error, InvalidInput) and adapter and adapter in str(error)
+            blamed = ServerError(str(error)) if lacks else error
+            failure = self._judged(blamed, server, scope, deadline, began)
             if failure is error:
                 raise
             raise failure from None
@@ -399,7 +408,12 @@ class SGLangClient:
         try:
             for index, event in answer.partial.items():
                 kept += append_event(
-                    responses[index], event, answer.version, min_version, self.limits.vocab_size
+                    responses[index],
+                    event,
+                    answer.version,
+                    min_version,
+                    self.limits.vocab_size,
+                    sampled_by=answer.version if answer.of_adapter else None,
                 )
         except (ServerError, IndexError) as error:
             self._log.warning("partial_answer_dropped", url=server.url, cause=str(error)[:500])

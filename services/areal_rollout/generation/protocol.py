@@ -110,6 +110,7 @@ def request_body(
     limits: ModelLimits,
     most: int,
     stream_interval: int,
+    adapter: str = "",
 ) -> bytes:
     """The body of /generate for what is left of some answers to one prompt.
 
@@ -124,6 +125,8 @@ def request_body(
         limits: The model's limits.
         most: Tokens of one whole answer.
         stream_interval: Tokens between two events; 0: no stream.
+        adapter: Name of the adapter to compute with: a server that holds several versions as
+            adapters computes with version 0 if none is named. Empty: the server's weights.
     """
     prompts = [[*request.input_ids, *response.output_tokens] for response in responses]
     sampled = [len(response.output_tokens) for response in responses]
@@ -140,6 +143,7 @@ def request_body(
     return orjson.dumps(
         {
             **seen,
+            **({"lora_path": adapter} if adapter else {}),
             "rid": rids[0] if single else rids,
             "input_ids": prompts[0] if single else prompts,
             "extra_key": extra_key,
@@ -151,7 +155,12 @@ def request_body(
 
 
 def append_answers(
-    responses: Sequence[LLMResponse], raw: bytes, min_version: int, vocab_size: int
+    responses: Sequence[LLMResponse],
+    raw: bytes,
+    min_version: int,
+    vocab_size: int,
+    *,
+    sampled_by: int | None = None,
 ) -> list[str]:
     """Checks the answer to a /generate call, and appends its tokens.
 
@@ -160,6 +169,8 @@ def append_answers(
         raw: Body of the answer: an object for one response, else an array of them.
         min_version: A token of an older version means that the server lied about its own.
         vocab_size: Token ids are below it.
+        sampled_by: Version of the adapter that the request named, which sampled every token,
+            whatever the server meanwhile says of itself; None: the answer says which did.
 
     Returns:
         Types of the finish reasons: "stop", "length" or "abort".
@@ -179,7 +190,7 @@ def append_answers(
                 raise ServerError(error_message(raw))
         if len(answers) != len(responses):
             raise ServerError(f"{len(answers)} answers, expected {len(responses)}")
-        segments = [_Segment.read(answer, vocab_size) for answer in answers]
+        segments = [_Segment.read(answer, vocab_size, sampled_by) for answer in answers]
     for segment in segments:
         segment.check(min_version)
     for response, segment in zip(responses, segments, strict=True):
@@ -195,7 +206,13 @@ def tokens_of(raw: bytes) -> list[int]:
 
 
 def append_event(
-    response: LLMResponse, raw: bytes, version: int, min_version: int, vocab_size: int
+    response: LLMResponse,
+    raw: bytes,
+    version: int,
+    min_version: int,
+    vocab_size: int,
+    *,
+    sampled_by: int | None = None,
 ) -> int:
     """Appends what the newest event of a broken stream says of one answer, perhaps all of it.
 
@@ -205,6 +222,7 @@ def append_event(
         version: The version that sampled its tokens; the last event states it itself.
         min_version: As in `append_answers`.
         vocab_size: As there.
+        sampled_by: As there.
 
     Returns:
         How many tokens.
@@ -215,7 +233,7 @@ def append_event(
     with _believing(raw):
         answer = orjson.loads(raw)
         if answer["meta_info"]["finish_reason"] is not None:
-            segment = _Segment.read(answer, vocab_size)
+            segment = _Segment.read(answer, vocab_size, sampled_by)
         else:
             tokens, logprobs = _sampled(answer, vocab_size)
             segment = _Segment("abort", tokens, logprobs, [version] * len(tokens))
@@ -234,7 +252,7 @@ class _Segment:
     versions: list[int]
 
     @classmethod
-    def read(cls, answer: Any, vocab_size: int) -> _Segment:
+    def read(cls, answer: Any, vocab_size: int, sampled_by: int | None) -> _Segment:
         """Reads a finished answer; raises InvalidInput if it says that the request is refused."""
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
@@ -247,6 +265,8 @@ class _Segment:
                 raise ServerError(f"weight_versions {span!r} leave a gap")
             versions += [int(span["version"])] * (span["end"] - span["start"])
         tokens, logprobs = _sampled(answer, vocab_size)
+        if sampled_by is not None:
+            versions = [sampled_by] * len(tokens)
         return cls(finish["type"], tokens, logprobs, versions)
 
     def check(self, min_version: int) -> None:

@@ -35,6 +35,8 @@ class Server:
     abort_url: URL
     version: int = -1
     """Confirmed policy version."""
+    adapter: str = ""
+    """Name of the adapter that is this version; empty: its weights are."""
     serving: bool = False
     note: str = ""
     """State and cause, for messages."""

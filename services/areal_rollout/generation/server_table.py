@@ -65,10 +65,12 @@ class ServerTable:
                 server = Server(item.url, base / "generate", base / "abort_request")
                 self._servers[item.server_id] = server
             serving = item.state is ServerState.SERVING and item.version >= 0
-            changed |= (server.serving, server.version) != (serving, item.version)
+            before = server.serving, server.version, server.adapter
+            changed |= before != (serving, item.version, item.adapter)
             if serving and not server.serving:
                 server.blocked_until = loop_time
             server.serving, server.version = serving, item.version
+            server.adapter = item.adapter
             server.note = f"{item.state} at version {item.version}"
             if item.cause:
                 server.note += f": {item.cause}"

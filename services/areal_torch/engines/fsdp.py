@@ -283,9 +283,16 @@ class FSDPEngine(TrainEngine):
             for name, tensor in bucket:
                 yield name, tensor.cpu()
 
-    def export(self, dtype: str | None, deliver: Deliver, *, twice: bool = False) -> Future[None]:
+    def export(
+        self,
+        dtype: str | None,
+        deliver: Deliver,
+        *,
+        twice: bool = False,
+        adapters: bool = False,
+    ) -> Future[None]:
         self._reshard()
-        return self.exporter.begin(dtype, deliver, twice=twice)
+        return self.exporter.begin(dtype, deliver, twice=twice, adapters=adapters)
 
     def _reshard(self) -> None:
         self._reshard_model(self.model)

@@ -8,17 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.chassis.logging import get_logger
 from areal.config.training import PPOActorConfig, RefConfig
 from areal.config.transports import transport_named
 from areal.errors import InvalidInput, TrainingDiverged
 from areal.model_directory import serving_dtype
 from areal.runs.metric_names import named
 from areal.types import WeightUpdateMeta
+from areal.weights.manifest import build_manifest
 from areal.weights.publisher import Again, NewVersion, Publisher
+from areal.weights.served_adapters import served_adapters
 from areal_torch.engines.export.publishing import make_publisher
 from areal_torch.training.session import current_session
 
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from areal_torch.algorithms.packing import Batch
     from areal_torch.engines.distill import Distillation
     from areal_torch.engines.model.heads import Head
+    from areal_torch.engines.model.lora import Described
 
 
 class FSDPPPOActor:
@@ -93,6 +98,8 @@ class FSDPPPOActor:
         if not self.frozen:
             session.attach(self)
         self._publisher: tuple[WeightUpdateMeta, Publisher] | None = None
+        self._adapters = False
+        self._described: Described | None = None
         self._is_base = self.frozen and not config.path and session.config.actor.lora is not None
         if self._is_base:
             self._share(session.actor)
@@ -118,6 +125,7 @@ class FSDPPPOActor:
         if self.frozen:
             return
         self.engine.taken = []
+        self._adapters = self._publishes_adapters()
         session.pair_cost = self.engine.step.work.pair_cost
         if session.resumed is not None:
             # Until its first step, a resumed recipe draws what it drew in its first life.
@@ -131,6 +139,21 @@ class FSDPPPOActor:
             # serves, or knows of, the weights to continue from.
             self._publish(WeightUpdateMeta(), session.step)
             session.publishing.settle()
+
+    def _publishes_adapters(self) -> bool:
+        """Whether versions are adapters; the same on every rank."""
+        from areal_torch.engines.model.lora import trained_beside
+
+        config = self.session.config
+        if config.actor.lora is None:
+            return False
+        _, why = served_adapters(config)
+        if beside := trained_beside(self.engine.model.hf):
+            why = why or f"{beside[0]} is trained whole"
+        if self.session.rank == 0:
+            log = get_logger("areal_torch.engines.ppo_actor")
+            log.info("lora_published", form="merged" if why else "adapter", cause=why)
+        return not why
 
     def _share(self, actor: object) -> None:
         """Computes with the actor's model."""
@@ -337,17 +360,33 @@ class FSDPPPOActor:
         source, gpu = Path(self.engine.config.path), self.engine.device.type == "cuda"
         dtype = serving_dtype(session.config.model.dtype, source, gpu=gpu)
         phase = session.trace.phase_active()
+        twice = not transport_named(meta.type or session.config.weight_sync.transport).stores
+        adapters = self._adapters and not twice
 
         def publish(tensors: tuple[HostTensor, ...], again: Again | None) -> None:
             if self._publisher is None or self._publisher[0] != meta:
                 publisher = make_publisher(session.config, session.security, meta, session.offer)
                 self._publisher = meta, publisher
+            new = NewVersion(version, session.incarnation, tensors, source, again)
+            if adapters:
+                new = replace(new, adapter=self._described_by(source).info(new.name, tensors))
             with phase:
-                self._publisher[1].publish(
-                    NewVersion(version, session.incarnation, tensors, source, again),
-                    session.publish,
-                )
+                self._publisher[1].publish(new, session.publish)
 
-        size = sum(p.numel() * p.element_size() for p in self.engine.model.hf.parameters())
-        twice = not transport_named(meta.type or session.config.weight_sync.transport).stores
-        session.publishing.begin(version, self.engine.export(dtype, publish, twice=twice), size)
+        size = sum(
+            p.numel() * p.element_size()
+            for name, p in self.engine.model.hf.named_parameters()
+            if not adapters or ".lora_" in name
+        )
+        export = self.engine.export(dtype, publish, twice=twice, adapters=adapters)
+        session.publishing.begin(version, export, size)
+
+    def _described_by(self, source: Path) -> Described:
+        """Reads the whole model once: its digest says what the adapters belong to."""
+        from areal_torch.engines.model.lora import Described
+
+        config = self.session.config.actor.lora
+        assert config is not None, "adapters are published"
+        if self._described is None:
+            self._described = Described(config, build_manifest(source, 0, 0).digest)
+        return self._described

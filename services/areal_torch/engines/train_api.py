@@ -218,6 +218,7 @@ class TrainEngine(abc.ABC):
         deliver: Callable[[tuple[HostTensor, ...], Again | None], None],
         *,
         twice: bool = False,
+        adapters: bool = False,
     ) -> Future[None]:
         """Gathers the weights on rank 0 in the background and delivers them; collective.
 
@@ -231,6 +232,8 @@ class TrainEngine(abc.ABC):
                 `twice` is False, or if several GPUs gather in order).
             twice: Whether the weights may be gathered again. If so, the next change of the weights
                 waits for that, too. Must be equal on all ranks.
+            adapters: Whether only the LoRA adapters are gathered, with the names that peft reads,
+                and not the model with them. Must be equal on all ranks.
 
         Returns:
             A future. On rank 0, it is done when `deliver` has returned or raised an error. On each

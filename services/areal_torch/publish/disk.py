@@ -21,7 +21,6 @@ from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
 from areal.weights.delta import FILE, DeltaChain
 from areal.weights.manifest import (
-    SINGLE_FILE,
     PolicyVersion,
     at_path,
     open_staging,
@@ -70,7 +69,7 @@ class DiskPublisher:
             raise TransportError(f"{self._root}: {error.strerror or error}") from None
         except InvalidInput as error:  # weight-sync does not see this volume
             raise TransportError(str(error)) from None
-        if self._chain is not None:
+        if self._chain is not None and new.adapter is None:
             self._chain.advance(manifest, new)
         return manifest
 
@@ -78,7 +77,8 @@ class DiskPublisher:
         self, new: NewVersion, announce: Callable[[PolicyVersion], None]
     ) -> PolicyVersion | None:
         """Leaves the whole file to weight-sync; None: it must be written here."""
-        encoded = self._chain.encode(new) if self._chain is not None else None
+        chain = self._chain if new.adapter is None else None
+        encoded = chain.encode(new) if chain is not None else None
         if encoded is None:
             return None
         file, raw = encoded
@@ -105,24 +105,29 @@ class DiskPublisher:
         return manifest
 
     def _write(self, new: NewVersion) -> PolicyVersion:
-        staging = open_staging(self._root, new.version, new.incarnation)
+        # A server may have mapped the file of an adapter that it still holds.
+        whole = new.adapter is None
+        staging = open_staging(self._root, new.version, new.incarnation, reuse=whole)
         final = version_dir(self._root, new.version, new.incarnation)
-        for file in companions(new.model):
+        for file in companions(new.model) if whole else ():
             shutil.copyfile(file, staging / file.name)
+        if not whole:
+            name, content = new.small_file()
+            (staging / name).write_bytes(content)
         manifest = write_version(staging, new)
         publish_dir(staging, final)
         return at_path(manifest, final)
 
 
 def write_version(folder: Path, new: NewVersion) -> PolicyVersion:
-    """Writes tensors and manifest into a folder that has its config.json already.
+    """Writes tensors and manifest into a folder that has its configuration already.
 
     Raises:
         OSError: The volume is full, read-only or not available.
     """
     layout = plan_layout(new.tensors)
     by_name = {tensor.name: tensor for tensor in new.tensors}
-    descriptor = os.open(folder / SINGLE_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / new.weights_file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         os.ftruncate(descriptor, layout.size_bytes)
         write_at(descriptor, memoryview(layout.header), 0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from areal.chassis.logging import get_logger
+from areal.weights.adapters import check_against
 from areal.weights.manifest import (
     PolicyVersion,
     WeightTensor,
@@ -73,6 +75,14 @@ class FallbackPublisher:
             tensors = [tensor for file in weight_files(new.model) for tensor in read_tensors(file)]
             self._model = new.model, assemble_manifest(new.model, 0, 0, [], tensors)
         own = [WeightTensor(t.name, t.shape, t.dtype) for t in new.tensors]
+        if new.adapter is not None:
+            names = PolicyVersion(
+                new.version, new.incarnation, "", tensors=tuple(own), adapter=new.adapter
+            )
+            # The digests of the model's tensors were not read here: weight-sync compares them.
+            unread = replace(new.adapter, base_digest="")
+            check_against(replace(names, adapter=unread), self._model[1])
+            return
         check_same_tensors(
             assemble_manifest(new.model, new.version, new.incarnation, [], own), self._model[1]
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from areal.chassis.logging import get_logger
 from areal.weights import delta
 from areal.weights.delta import DeltaChain
-from areal.weights.manifest import SINGLE_FILE, PolicyVersion, at_path, to_json
+from areal.weights.manifest import PolicyVersion, at_path, to_json
 from areal.weights.publisher import NewVersion, TransportError, describe, in_threads, pieces
 from areal.weights.store_client import CHUNK_BYTES, StoreConnection
 
@@ -58,10 +58,10 @@ class StreamPublisher:
             manifest, layout = describe(new)
             published = self._send_delta(store, new, manifest)
             if published is None:
-                weights = {SINGLE_FILE: pieces(new, layout, CHUNK_BYTES)}
+                weights = {new.weights_file: pieces(new, layout, CHUNK_BYTES)}
                 published = self._send(store, new, manifest, weights)
         announce(published)
-        if self._chain is not None:
+        if self._chain is not None and new.adapter is None:
             self._chain.advance(published, new)
         return published
 
@@ -69,7 +69,8 @@ class StreamPublisher:
         self, store: StoreConnection, new: NewVersion, manifest: PolicyVersion
     ) -> PolicyVersion | None:
         """What the store made of it; None when the whole file must be sent."""
-        encoded = self._chain.encode(new) if self._chain is not None else None
+        chain = self._chain if new.adapter is None else None
+        encoded = chain.encode(new) if chain is not None else None
         if encoded is None:
             return None
         file, raw = encoded
@@ -95,11 +96,11 @@ class StreamPublisher:
         manifest: PolicyVersion,
         files: Mapping[str, Iterable[memoryview]],
     ) -> PolicyVersion:
-        """Uploads config.json and these files, and has the store check them."""
-        config = memoryview((new.model / "config.json").read_bytes())
+        """Uploads the configuration and these files, and has the store check them."""
+        small, content = new.small_file()
         chunks = [
             (file, offset, chunk)
-            for file, parts in {"config.json": [config], **files}.items()
+            for file, parts in {small: [memoryview(content)], **files}.items()
             for offset, chunk in _chunks(parts)
         ]
         totals = {f.name: f.size_bytes for f in manifest.files}

@@ -58,6 +58,8 @@ class Engine(Protocol):
 
     ranks: int
     """Processes that receive weights, as of the last `boot_id`; 0: it cannot by broadcast."""
+    lora_rank: int
+    """Highest rank of adapters that it was started for, as of the last `boot_id`; 0: none."""
     connections: int
     """Opened to the server so far. While it stays, no request can have reached another process."""
 
@@ -94,8 +96,23 @@ class Engine(Protocol):
     async def fingerprint(self, timeout: float) -> Fingerprint | None:
         """Returns a checksum of the weights in memory; None when the engine has none."""
 
-    async def logprobs(self, prompt: list[int], version: str) -> list[float]:
-        """Returns the logprob of each prompt token except the first."""
+    async def logprobs(self, prompt: list[int], version: str, adapter: str = "") -> list[float]:
+        """Returns the logprob of each prompt token except the first.
+
+        Args:
+            prompt: Token ids.
+            version: Prompts share a cache only below the same one.
+            adapter: Name of the adapter to compute with; empty: none.
+        """
+
+    async def adapters(self) -> list[str]:
+        """Returns the names of the adapters that are loaded."""
+
+    async def load_adapter(self, version: PolicyVersion, *, timeout: float) -> None:
+        """Loads an adapter under its version's own name, while requests run."""
+
+    async def unload_adapter(self, name: str, *, timeout: float) -> None:
+        """Forgets an adapter; requests that still name it may have to end first."""
 
     async def resume(self) -> None:
         """Continues after `pause`; harmless when not paused."""

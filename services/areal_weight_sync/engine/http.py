@@ -26,7 +26,7 @@ import aiohttp
 
 from areal.chassis.logging import get_logger
 from areal.clients.http_token import or_else
-from areal.config.transports import is_fetched
+from areal.config.transports import in_object_store, is_fetched
 from areal.errors import InvalidInput
 from areal.weights.broadcast import Seat
 from areal.weights.manifest import PolicyVersion
@@ -82,6 +82,14 @@ def open_session(
     )
 
 
+def listed_adapters(body: Mapping[str, Any]) -> list[str]:
+    """Returns the adapters' names in an answer of /v1/models; raises EngineError."""
+    try:
+        return [str(card["id"]) for card in body["data"] if card.get("parent")]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(Fault.GARBAGE, f"/v1/models: {error!r:.200}") from None
+
+
 async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, *__: object) -> None:
     engine = context.trace_request_ctx
     if isinstance(engine, HttpEngine):
@@ -108,6 +116,7 @@ class HttpEngine:
         self._staged: tuple[PolicyVersion, str] | None = None
         self._group = BroadcastGroup(self.command)
         self.ranks = 0
+        self.lora_rank = 0
         self.connections = 0
         self._log = get_logger(__name__).bind(server=url)
         self._control_timeout = control_timeout
@@ -132,6 +141,8 @@ class HttpEngine:
             raise EngineError(Fault.GARBAGE, "/server_info: no startup_time and no random_seed")
         # Data-parallel copies would each want the ranks of one.
         size = [body.get(key, 1) for key in ("tp_size", "pp_size")]
+        rank = body.get("max_lora_rank")
+        self.lora_rank = rank if body.get("enable_lora") and type(rank) is int else 0
         copies = body.get("dp_size", 1) != 1
         self.ranks = 0 if copies or not all(type(n) is int for n in size) else math.prod(size)
         return "/".join(str(part) for part in boot)
@@ -308,7 +319,7 @@ class HttpEngine:
         """An update that is refused says why, with 400 or without."""
         body = self._parse(path, 200 if status == 400 else status, text)
         if status == 400 or body.get("success") is not True:
-            message = str(body.get("message", body))[:300]
+            message = str(body.get("message") or body.get("error_message") or body)[:300]
             raise EngineError(Fault.UPDATE_REFUSED, f"{path}: {message}")
 
     async def fingerprint(self, timeout: float) -> Fingerprint | None:
@@ -337,9 +348,47 @@ class HttpEngine:
             digest=hashlib.sha256(canonical.encode()).hexdigest(),
         )
 
-    async def logprobs(self, prompt: list[int], version: str) -> list[float]:
+    async def adapters(self) -> list[str]:
+        """GET /v1/models: each adapter is a model whose parent is the served one."""
+        return listed_adapters(await self._json("GET", "/v1/models", timeout=self._control_timeout))
+
+    async def load_adapter(self, version: PolicyVersion, *, timeout: float) -> None:
+        """POST /load_lora_adapter, from where the version is or a sidecar has put it."""
+        tried = Tried(version, timeout)
+        for transport in self._routes.starting_with(self._first):
+            try:
+                location = await self._adapter_location(transport, version, tried.left())
+                request = {"lora_name": version.adapter_name, "lora_path": location}
+                await self.command("/load_lora_adapter", request, tried.left())
+            except EngineError as error:
+                tried.failed(transport, error)
+                continue
+            return self._chose(transport, tried)
+        raise tried.error()
+
+    async def _adapter_location(
+        self, transport: str, version: PolicyVersion, timeout: float
+    ) -> str:
+        if transport == "disk" and not in_object_store(version.path):
+            return version.path
+        source = version.path if transport == "disk" else self._routes.location(version)
+        path, deadline = self._sidecar + "/stage_weights", time.monotonic() + timeout
+        try:
+            status, text = await self._read(path, source, deadline)
+        except EngineError:  # none: areal-inference reads from the store itself
+            return source
+        self._check_accepted(path, status, text)
+        return str(self._parse(path, status, text).get("model_path"))
+
+    async def unload_adapter(self, name: str, *, timeout: float) -> None:
+        """POST /unload_lora_adapter."""
+        await self.command("/unload_lora_adapter", {"lora_name": name}, timeout)
+
+    async def logprobs(self, prompt: list[int], version: str, adapter: str = "") -> list[float]:
         """POST /generate: the prompt's logprobs and one greedy token."""
+        named = {"lora_path": adapter} if adapter else {}
         request = {
+            **named,
             "input_ids": prompt,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True,

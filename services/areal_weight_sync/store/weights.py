@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 
 from areal.errors import CapacityExceeded, InvalidInput, NotFound
+from areal.weights.adapters import check_against
 from areal.weights.delta import FILE, rebuild
 from areal.weights.manifest import (
     MANIFEST,
@@ -22,7 +23,6 @@ from areal.weights.manifest import (
     SINGLE_FILE,
     DeltaFile,
     PolicyVersion,
-    check_same_tensors,
     open_staging,
     parse_version_dir,
     publish_dir,
@@ -61,8 +61,9 @@ class WeightStore:
         """
         _check_manifest(manifest)
         if base is not None:
-            check_same_tensors(manifest, base)
-        staging = open_staging(self._root, manifest.version, manifest.incarnation)
+            check_against(manifest, base)
+        whole = manifest.adapter is None
+        staging = open_staging(self._root, manifest.version, manifest.incarnation, reuse=whole)
         if SINGLE_FILE not in {file.name for file in manifest.files}:
             (staging / SINGLE_FILE).unlink(missing_ok=True)
         free = shutil.disk_usage(self._root).free
@@ -114,7 +115,8 @@ class WeightStore:
                     f"{name}/{file.name}: digest {digest[:16]}…, expected {file.digest[:16]}…"
                 )
         declared = {file.name for file in manifest.files}
-        for source in companions(self._model):
+        # Beside an adapter, the model's own files would say that it adds tokens.
+        for source in companions(self._model) if manifest.adapter is None else ():
             if source.name not in declared:
                 shutil.copyfile(source, staging / source.name)
         final = version_dir(self._root, manifest.version, manifest.incarnation)

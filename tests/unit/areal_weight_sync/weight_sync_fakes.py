@@ -96,12 +96,18 @@ class FakeEngine:
         self.ranks = 1
         self.received: list[Seat] = []
         self.receive_error: EngineError | None = None
+        self.loaded: dict[str, float] = {}  # adapters: what each adds to the logprobs
+        self.most_loaded = 0
+        self.lora_rank = 0
+        self.lists = True  # the adapters that it took
+        self.applies = lambda name: name  # the adapter that it computes with when this one is named
 
     def restart(self, boot: str, version: str) -> None:
         """By hand, with weights of its own under a version's name."""
         self.boot, self.version, self.weights = boot, version, "by hand"
         self.released = self.paused = False
         self.connections += 1
+        self.loaded.clear()
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -170,12 +176,32 @@ class FakeEngine:
             return None
         return Fingerprint("tp1", self.weights if self.holds is None else self.holds)
 
-    async def logprobs(self, prompt: list[int], version: str) -> list[float]:
-        await self._call("logprobs")
+    async def logprobs(self, prompt: list[int], version: str, adapter: str = "") -> list[float]:
+        await self._call(f"logprobs {adapter}".strip())
         assert not self.paused, "a paused server generates nothing"
         if self.mute is not None:
             raise self.mute
-        return [self.nats] * (len(prompt) - 1)
+        assert not adapter or adapter in self.loaded, "never loaded"
+        nats = self.nats + self.loaded.get(self.applies(adapter), 0.0)
+        return [nats] * (len(prompt) - 1)
+
+    async def adapters(self) -> list[str]:
+        await self._call("adapters")
+        return list(self.loaded) if self.lists else []
+
+    async def load_adapter(self, version: PolicyVersion, *, timeout: float) -> None:
+        await self._call(f"load_adapter {version.adapter_name}")
+        assert self.weights == "w0", "an adapter belongs to version 0"
+        assert version.adapter_name not in self.loaded, "SGLang refuses a name that it has"
+        if self.load_error is not None:
+            raise self.load_error
+        self.loaded[version.adapter_name] = version.adapter.size / 1000
+        self.most_loaded = max(self.most_loaded, len(self.loaded))
+
+    async def unload_adapter(self, name: str, *, timeout: float) -> None:
+        await self._call(f"unload_adapter {name}")
+        assert not self.requests, "SGLang waits for requests that use it"
+        del self.loaded[name]
 
     async def resume(self) -> None:
         await self._call("resume")

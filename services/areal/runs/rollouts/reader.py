@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from areal.errors import InvalidInput, NotFound, did_you_mean
-from areal.tokenizer import Tokenizer
 from areal.runs.rollouts.records import DISCARDED, FILES, MODEL_KEY, TRAINED, step_of
+from areal.tokenizer import Tokenizer
 from areal.weights.objects import ObjectStore
 
 

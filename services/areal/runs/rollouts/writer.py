@@ -25,7 +25,6 @@ from areal.chassis.files import replacing
 from areal.chassis.logging import get_logger
 from areal.errors import ArealError, InvalidInput
 from areal.protocol.leases import Discarded
-from areal.tokenizer import Tokenizer
 from areal.runs.rollouts.records import (
     Decode,
     discarded_name,
@@ -34,6 +33,7 @@ from areal.runs.rollouts.records import (
     step_of,
     table_of,
 )
+from areal.tokenizer import Tokenizer
 from areal.types import TrajectoryGroup
 from areal.weights.objects import ObjectStore
 from areal.weights.publisher import TransportError

@@ -73,6 +73,7 @@ class Gathering:
         dtype: to cast floating tensors to, but those that stay in float32 (`precision`); None: as
             they are.
         group: process group of all ranks for the model's device; no one else may use it meanwhile.
+        adapters: gather only the adapters, by peft's names, and not the model with them.
 
     Raises:
         InvalidInput: a tensor's pieces do not add up to it.
@@ -85,10 +86,13 @@ class Gathering:
         held: Held,
         dtype: str | None,
         group: Any,
+        *,
+        adapters: bool = False,
     ) -> None:
         self._hf, self._source, self._held, self._group = hf, source, held, group
         self._rank = dist.get_rank()
-        self._live = {name: t.detach() for name, t in hub_names.live_tensors(hf).items()}
+        live, self._steps = _exported(hf, adapters)
+        self._live = {name: tensor.detach() for name, tensor in live.items()}
         exact = {name.replace(".base_layer.", ".") for name in float32_tensors(hf)}
         self._dtypes = {
             name: getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
@@ -98,7 +102,7 @@ class Gathering:
         self._dtypes |= {
             n: torch.float32 for n in exact & self._live.keys() if self._dtypes[n].itemsize == 2
         }
-        self._deltas = lora.deltas(hf)
+        self._deltas = {} if adapters else lora.deltas(hf)
         self._buckets = self._plan(held.boxes)
 
     @torch.no_grad()
@@ -128,7 +132,7 @@ class Gathering:
     def _plan(self, boxes: Mapping[str, Sequence[Box]]) -> list[_Bucket]:
         """The same on every rank."""
         buckets = []
-        for run in runs(hub_names.export_steps(self._hf), self._step_bytes, BUCKET_BYTES):
+        for run in runs(self._steps, self._step_bytes, BUCKET_BYTES):
             bucket = _Bucket(run, {}, {})
             for name in (name for step in run for name in step.names):
                 bucket.wholes[name] = self._whole(name, boxes[name], bucket.sizes)
@@ -211,17 +215,26 @@ class Held:
     """On rank 0, what lies beside the model in its directory and goes with it."""
 
     @classmethod
-    def of(cls, hf: Any, source: Path) -> Held:
+    def of(cls, hf: Any, source: Path, *, adapters: bool = False) -> Held:
         """Read them from the model; collective, and not allowed during a forward pass."""
-        live = hub_names.live_tensors(hf)
-        names = [name for step in hub_names.export_steps(hf) for name in step.names]
+        live, steps = _exported(hf, adapters)
+        names = [name for step in steps for name in step.names]
         mine = [_box(live[name]) for name in names]
         found = gather_json(mine) if dist.get_world_size() > 1 else [mine]
         boxes = {
             name: [(tuple(rank[i][0]), tuple(rank[i][1])) for rank in found]
             for i, name in enumerate(names)
         }
-        return cls(boxes, hub_names.bystanders(hf, source) if dist.get_rank() == 0 else [])
+        whole = dist.get_rank() == 0 and not adapters
+        return cls(boxes, hub_names.bystanders(hf, source) if whole else [])
+
+
+def _exported(hf: Any, adapters: bool) -> tuple[dict[str, Tensor], list[hub_names.Step]]:
+    """The tensors that leave, by the names that they have here, and what becomes of them."""
+    if not adapters:
+        return hub_names.live_tensors(hf), hub_names.export_steps(hf)
+    live = lora.published(hf)
+    return live, [hub_names.Step(name, sources=[(name, name)]) for name in live]
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:

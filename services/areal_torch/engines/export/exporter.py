@@ -60,20 +60,29 @@ class Exporter:
             timeout=timedelta(seconds=timeout_s),
         )
         self._in_order = device.type == "cuda" and dist.get_world_size() > 1
-        self._held: Held | None = None
+        self._held: dict[bool, Held] = {}
         self._gathered = threading.Event()
         self._gathered.set()
         self._since = 0.0
         self.waited_s = 0.0
         """What `wait_gathered` has cost the training thread, in all."""
 
-    def gathering(self, dtype: str | None) -> Gathering:
-        """Return the current weights to gather, once no other export reads them."""
+    def gathering(self, dtype: str | None, *, adapters: bool = False) -> Gathering:
+        """Return the current weights, or adapters, to gather, once no other export reads them."""
         self.wait_gathered()
-        self._held = self._held or Held.of(self._hf, self._source)
-        return Gathering(self._hf, self._source, self._held, dtype, self._group)
+        if adapters not in self._held:
+            self._held[adapters] = Held.of(self._hf, self._source, adapters=adapters)
+        held = self._held[adapters]
+        return Gathering(self._hf, self._source, held, dtype, self._group, adapters=adapters)
 
-    def begin(self, dtype: str | None, deliver: Deliver, *, twice: bool = False) -> Future[None]:
+    def begin(
+        self,
+        dtype: str | None,
+        deliver: Deliver,
+        *,
+        twice: bool = False,
+        adapters: bool = False,
+    ) -> Future[None]:
         """Starts to gather the weights; on rank 0 `deliver` then gets all of them.
 
         Args:
@@ -82,12 +91,13 @@ class Exporter:
                 them again.
             twice: the same on every rank: `deliver` may have them gathered a second time, unless
                 several GPUs gather in order; it gets None then.
+            adapters: only the adapters, by peft's names; the same on every rank.
 
         Returns:
             A future. On rank 0 it is done when `deliver` has returned or raised; on other ranks,
             when this rank has sent its pieces.
         """
-        work, ready = self.gathering(dtype), None
+        work, ready = self.gathering(dtype, adapters=adapters), None
         if self._device.type == "cuda":
             ready = cast("Any", torch.cuda).Event()
             ready.record()

@@ -2,8 +2,9 @@
 
     y = W x + scale * B (A x)      W frozen;  A [rank, in], B [out, rank];  scale = alpha / rank
 
-peft puts them into the model, which keeps its Hub names (`hub_names`). What leaves the trainer is
-merged, W + scale * B A, so that servers see plain weights; the model itself is never merged.
+peft puts them into the model, which keeps its Hub names (`hub_names`). Servers that can add them
+(`weights.adapters`) get only A and B. All others, and a Hub folder, get plain weights, merged:
+W + scale * B A. The model itself is never merged.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from torch import Tensor, nn
 
 from areal.config.training import LoraConfig
 from areal.errors import InvalidInput
+from areal.weights.adapters import PREFIX, split_name
+from areal.weights.manifest import AdapterInfo
+from areal.weights.safetensors import HostTensor
 from areal_torch.engines.model import fill
 from areal_torch.engines.model.guards import decoder_of, is_scalar
 from areal_torch.engines.model.recurrent import kind_of, modules_of
@@ -169,6 +173,59 @@ def deltas(hf: Any) -> dict[str, Delta]:
         whole = down.full_tensor() if hasattr(down, "full_tensor") else down
         found[f"{name}.weight"] = Delta(whole, fill.local(up), module.scaling[_ADAPTER])
     return found
+
+
+def published(hf: Any) -> dict[str, Tensor]:
+    """Return A and B of every layer, as this rank has them, by the names that peft reads."""
+    return {
+        f"{PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}": parameter
+        for name, parameter in hf.named_parameters()
+        if ".lora_" in name
+    }
+
+
+def trained_beside(hf: Any) -> list[str]:
+    """Return names of trained parameters that no adapter contains."""
+    return [n for n, p in hf.named_parameters() if p.requires_grad and ".lora_" not in n]
+
+
+class Described:
+    """Says of each adapter that is published what a server needs to know; for one thread.
+
+    Args:
+        config: the adapters'.
+        base_digest: `PolicyVersion.digest` of the model without them.
+    """
+
+    def __init__(self, config: LoraConfig, base_digest: str) -> None:
+        self._config, self._digest = config, base_digest
+        self._before: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def info(self, name: str, tensors: tuple[HostTensor, ...]) -> AdapterInfo:
+        """Return the description of one, whose name is `name`."""
+        scale = self._config.alpha / self._config.rank
+        ups = {t.name: _values(t) for t in tensors if split_name(t.name)[1] == "B"}
+        before, earlier = self._before
+        self._before = name, ups
+        changes = [ups[n] - earlier[n] for n in ups if n in earlier]
+        return AdapterInfo(
+            rank=self._config.rank,
+            alpha=self._config.alpha,
+            base_digest=self._digest,
+            size=scale * _largest(list(ups.values())),
+            before=before,
+            change=scale * _largest(changes),
+        )
+
+
+def _values(tensor: HostTensor) -> Tensor:
+    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+    kind = dtype.get(tensor.dtype, torch.float32)
+    return torch.frombuffer(bytearray(tensor.data), dtype=kind).float()
+
+
+def _largest(tensors: list[Tensor]) -> float:
+    return max((float(tensor.abs().max()) for tensor in tensors), default=0.0)
 
 
 def write(hf: Any, folder: Path, base: str) -> None:
