@@ -14,6 +14,8 @@ A batch is a plain `dict[str, torch.Tensor]`:
     proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
     teacher_ids        int64 [T, k]  optional: a teacher's k most likely ids for position t
     teacher_logprobs   f32   [T, k]  optional: logprobs of `teacher_ids` under the teacher
+    routed_experts     int16 [T, layers, k]  optional: the experts that the server chose for token
+                                     t; -1: not known
     chosen             bool  [S]     optional: true on the preferred sequence of a pair; a pair
                                      is a group and stays in one micro-batch
     pixel_values, image_grid_thw, image_group    optional: see `areal.algorithms.images`
@@ -52,6 +54,9 @@ from areal.types import StopReason, TrajectoryGroup
 
 Batch = dict[str, Tensor]
 
+ROUTES = "routed_experts"
+"""The key of the server's choice of experts, which the policy's forward passes replay."""
+
 SEQUENCE_KEYS = frozenset({"group_index", "truncated", "bootstrap_values", "chosen"})
 """Keys with one entry per sequence, as have those that begin with `sequence_`; all others except
 `cu_seqlens` have one entry per token."""
@@ -76,6 +81,7 @@ _DTYPES = {
     "group_index": torch.int64,
     "truncated": torch.bool,
     "teacher_ids": torch.int64,
+    ROUTES: torch.int16,
 }
 _TRAJECTORY_KEYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rewards")
 

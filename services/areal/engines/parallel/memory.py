@@ -29,6 +29,7 @@ from torch import nn
 from areal.config.training import Checkpointing, Kernels, RefConfig, TrainEngineConfig
 from areal.engines.model import guards
 from areal.engines.model.recurrent import modules_of
+from areal.engines.model.routes import routers_of
 from areal.engines.parallel import estimate
 from areal.engines.parallel.estimate import GIB, ModelShape, Need, Setting
 from areal.engines.parallel.mesh import Mesh, reduce_scalars
@@ -191,6 +192,8 @@ def use_kernels(
         guards.use_attention(hf, apart)
         for _, module in modules_of(guards.decoder_of(hf)):
             module.forward = disable(module.forward, reason="the layout varies")
+        for router in routers_of(hf, guards.decoder_of(hf)).values():
+            router.forward = disable(router.forward, reason="the routes vary")
         layer: Any
         for layer in layers:
             if getattr(layer, "gradient_checkpointing", False):
