@@ -21,6 +21,7 @@ from areal_rollout.config import RolloutConfig
 from areal_rollout.executor import Executor
 from areal_rollout.generation.client import SGLangClient
 from areal_rollout.generation.protocol import ModelLimits
+from areal_rollout.generation.routes import RouteShape
 from areal_rollout.generation.server_table import ServerTable
 from areal_rollout.load_watch import LoadWatch
 from areal_rollout.metrics import RolloutMetrics
@@ -56,9 +57,11 @@ class RolloutServer(Server):
         config, table, metrics = self._config, self._table, self._metrics
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer_dir, config.model_dir)
         stops, model = tuple(tokenizer.eos_token_ids), str(config.model_dir)
+        routes = RouteShape.of_folder(config.model_dir) if config.router_replay else None
+        limits = ModelLimits(tokenizer.vocab_size, config.context_length, stops, model, routes)
         generation = SGLangClient(
             table,
-            ModelLimits(tokenizer.vocab_size, config.context_length, stops, model),
+            limits,
             report=self._weight_sync.report_server,
             observer=metrics,
             request_timeout_s=config.request_timeout_s,

@@ -50,7 +50,7 @@ from torch import Tensor
 
 from areal.algorithms import images
 from areal.errors import InvalidInput
-from areal.types import StopReason, TrajectoryGroup
+from areal.types import StopReason, Trajectory, TrajectoryGroup
 
 Batch = dict[str, Tensor]
 
@@ -178,7 +178,24 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> Batch:
     batch["truncated"] = torch.tensor(
         [each.finish_reason in {StopReason.LENGTH, StopReason.ABORT} for each in trajectories]
     )
-    return batch
+    routes = _routes(trajectories, int(batch["cu_seqlens"][-1]))
+    return batch if routes is None else {**batch, ROUTES: routes}
+
+
+def _routes(trajectories: Sequence[Trajectory], total: int) -> Tensor | None:
+    """The experts of each token, int16 [total, layers, k], -1 where they are not known."""
+    having = [each.routed_experts for each in trajectories if each.routed_experts is not None]
+    if not having:
+        return None
+    # Widened before the copy: int16 has room for -1 and for 32767 experts.
+    routes = np.full((total, *having[0].shape[1:]), -1, dtype=np.int16)
+    start = 0
+    for each in trajectories:
+        known = each.routed_experts
+        if known is not None and known.shape[1:] == routes.shape[1:]:
+            routes[start : start + len(known)] = known
+        start += len(each.input_ids)
+    return torch.from_numpy(routes)
 
 
 def _empty_batch() -> Batch:

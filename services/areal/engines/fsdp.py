@@ -124,9 +124,12 @@ class FSDPEngine(TrainEngine):
         kernel = dispatch.choose(hf, config.attn_impl, self.device, compute)
         chunk = budget.chunk if budget else memory.frozen_chunk(config, hf, self.device)
         heeding = recurrent.choose(hf, decoder_of(hf), self.device, compute)
-        policy = config.optimizer is not None and not config.scalar
         model = PackedCausalLM(
-            hf, kernel=kernel, chunk_elements=chunk, boundaries=heeding, replays=policy
+            hf,
+            kernel=kernel,
+            chunk_elements=chunk,
+            boundaries=heeding,
+            replays=config.optimizer is not None and not config.scalar,
         )
         memory.use_kernels(hf, decoder_layers(hf), kernels, self.device)
         offload = config.offload

@@ -14,7 +14,7 @@ from areal.chassis.bad_input import VERDICT_VARIABLE
 from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
-from areal.models.directory import serving_dtype
+from areal.models.directory import RouteShape, serving_dtype
 from areal.security import Security
 from areal_launch.clusters.base import Placement
 from areal_launch.gpus.engine import inference_command
@@ -35,6 +35,7 @@ _SERVICES = {
 }
 
 _MEMORY = "mem-fraction-static"
+_ROUTES = "enable-return-routed-experts"
 """SGLang's flag for the part of a GPU's free memory that weights and cache take."""
 
 
@@ -235,7 +236,10 @@ class _Planner:
         if command and part and not any(_MEMORY in each for each in command):
             arguments[_MEMORY] = f"{part:.2f}"
         turns = command and allocation.sharing is Sharing.ALTERNATING
-        flags = ("--enable-memory-saver",) if turns else ()
+        flags = ["--enable-memory-saver"] if turns else []
+        replays = config.rollout.router_replay and RouteShape.of_folder(Path(config.model.path))
+        if command and replays and not any(_ROUTES in each for each in command):
+            flags.append(f"--{_ROUTES}")
         return ProcessSpec(
             name=name,
             argv=(

@@ -44,6 +44,7 @@ from areal_rollout.generation.protocol import (
     refusal,
     request_body,
 )
+from areal_rollout.generation.routes import MAX_CALL_BYTES, RouteReader, Routing
 from areal_rollout.generation.routing import Server
 from areal_rollout.generation.server_table import ServerTable, give_up
 
@@ -115,6 +116,7 @@ class SGLangClient:
         """
         self.table = table
         self.limits = limits
+        self._routes = None if limits.routes is None else RouteReader(limits.routes)
         self._report = report
         self._observer = observer
         self._request_timeout_s = request_timeout_s
@@ -316,6 +318,7 @@ class SGLangClient:
         # The number first: SGLang aborts by prefix, so no id may begin another.
         tail = f"{self._name}-{request.rid or 'areal'}"
         rids = [f"{next(self._numbers)}-{tail}" for _ in responses]
+        routing = self._routes.ask(request, responses, most) if self._routes else None
         body = request_body(
             request,
             responses,
@@ -327,19 +330,22 @@ class SGLangClient:
                 most - min(len(response.output_tokens) for response in responses),
                 on_tokens is not None,
             ),
+            routing=routing,
         )
         began = time.monotonic()
-        answer = Answer(server.version, len(responses), on_tokens)
+        more = MAX_CALL_BYTES if routing else 0
+        answer = Answer(server.version, len(responses), on_tokens, more)
         scope = asyncio.timeout_at(deadline)
         self._running[rids[0]] = (server, scope, rids)
         server.running.add(scope)
         try:
             async with scope:
                 raw = await self._exchange(server, body, answer)
-            finished = append_answers(responses, raw, min_version, self.limits.vocab_size)
+            vocab_size = self.limits.vocab_size
+            finished = append_answers(responses, raw, min_version, vocab_size, routing)
             trace.finished(finished)
         except BaseException as error:
-            self._salvage(responses, answer, server, min_version)
+            self._salvage(responses, answer, server, min_version, routing)
             if isinstance(error, ServerBusy):
                 self.table.failed(server)
                 raise
@@ -392,14 +398,24 @@ class SGLangClient:
         return error
 
     def _salvage(
-        self, responses: Sequence[LLMResponse], answer: Answer, server: Server, min_version: int
+        self,
+        responses: Sequence[LLMResponse],
+        answer: Answer,
+        server: Server,
+        min_version: int,
+        routing: Routing | None,
     ) -> None:
         """Keeps what a broken stream has brought."""
         kept = 0
         try:
             for index, event in answer.partial.items():
                 kept += append_event(
-                    responses[index], event, answer.version, min_version, self.limits.vocab_size
+                    responses[index],
+                    event,
+                    answer.version,
+                    min_version,
+                    self.limits.vocab_size,
+                    routing,
                 )
         except (ServerError, IndexError) as error:
             self._log.warning("partial_answer_dropped", url=server.url, cause=str(error)[:500])
@@ -475,6 +491,7 @@ def _restart(responses: Sequence[LLMResponse]) -> None:
         response.output_logprobs.clear()
         response.output_versions.clear()
         response.servers.clear()
+        response.routed_experts = None
 
 
 def _count_interruption(responses: Sequence[LLMResponse]) -> None:

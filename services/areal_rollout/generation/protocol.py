@@ -13,6 +13,7 @@ import orjson
 from areal import images
 from areal.errors import InvalidInput, PromptTooLong
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal_rollout.generation.routes import RouteShape, Routing
 
 _FINAL = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
@@ -35,6 +36,9 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     model: str = ""
     """Its name, for traces."""
+    routes: RouteShape | None = None
+    """Of a mixture of experts whose servers are asked which experts they chose; None: they are
+    not."""
 
     def room(self, prompt: int) -> int:
         """Returns how many tokens may follow a prompt of that length; below 1: it is too long.
@@ -110,6 +114,7 @@ def request_body(
     limits: ModelLimits,
     most: int,
     stream_interval: int,
+    routing: Routing | None = None,
 ) -> bytes:
     """The body of /generate for what is left of some answers to one prompt.
 
@@ -124,6 +129,7 @@ def request_body(
         limits: The model's limits.
         most: Tokens of one whole answer.
         stream_interval: Tokens between two events; 0: no stream.
+        routing: Routes to ask for.
     """
     prompts = [[*request.input_ids, *response.output_tokens] for response in responses]
     sampled = [len(response.output_tokens) for response in responses]
@@ -140,6 +146,7 @@ def request_body(
     return orjson.dumps(
         {
             **seen,
+            **(routing.fields if routing else {}),
             "rid": rids[0] if single else rids,
             "input_ids": prompts[0] if single else prompts,
             "extra_key": extra_key,
@@ -151,7 +158,11 @@ def request_body(
 
 
 def append_answers(
-    responses: Sequence[LLMResponse], raw: bytes, min_version: int, vocab_size: int
+    responses: Sequence[LLMResponse],
+    raw: bytes,
+    min_version: int,
+    vocab_size: int,
+    routing: Routing | None = None,
 ) -> list[str]:
     """Checks the answer to a /generate call, and appends its tokens.
 
@@ -160,6 +171,7 @@ def append_answers(
         raw: Body of the answer: an object for one response, else an array of them.
         min_version: A token of an older version means that the server lied about its own.
         vocab_size: Token ids are below it.
+        routing: Routes that were asked for; None: none were.
 
     Returns:
         Types of the finish reasons: "stop", "length" or "abort".
@@ -182,8 +194,10 @@ def append_answers(
         segments = [_Segment.read(answer, vocab_size) for answer in answers]
     for segment in segments:
         segment.check(min_version)
-    for response, segment in zip(responses, segments, strict=True):
+    for response, segment, answer in zip(responses, segments, answers, strict=True):
         segment.append_to(response)
+        if routing is not None:
+            routing.add(response, answer)
     return [segment.finish for segment in segments]
 
 
@@ -195,7 +209,12 @@ def tokens_of(raw: bytes) -> list[int]:
 
 
 def append_event(
-    response: LLMResponse, raw: bytes, version: int, min_version: int, vocab_size: int
+    response: LLMResponse,
+    raw: bytes,
+    version: int,
+    min_version: int,
+    vocab_size: int,
+    routing: Routing | None = None,
 ) -> int:
     """Appends what the newest event of a broken stream says of one answer, perhaps all of it.
 
@@ -205,6 +224,7 @@ def append_event(
         version: The version that sampled its tokens; the last event states it itself.
         min_version: As in `append_answers`.
         vocab_size: As there.
+        routing: As there.
 
     Returns:
         How many tokens.
@@ -221,6 +241,8 @@ def append_event(
             segment = _Segment("abort", tokens, logprobs, [version] * len(tokens))
     segment.check(min_version)
     segment.append_to(response)
+    if routing is not None:
+        routing.add(response, answer)
     return len(segment.tokens)
 
 
