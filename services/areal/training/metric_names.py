@@ -207,7 +207,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "routes/replayed",
             "share of tokens",
             "tokens, prompts included, that the policy computed with the experts that the server "
-            "chose ([router replay](models.md#router-replay)); only for a mixture of experts",
+            "chose ([router replay](router-replay.md)); only for a mixture of experts",
             ("routed_ratio",),
         ),
         Metric(
