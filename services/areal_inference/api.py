@@ -441,7 +441,7 @@ def render(
         meta["weight_versions"] = versions
         if request.routes and request.routed_from is not None:
             rows = request.routes[request.routed_from : len(request.input_ids) + count - 1]
-            meta["routed_experts"] = b64encode(b"".join(rows)).decode()
+            meta["routed_experts"] = b64encode(b"".join(row.tobytes() for row in rows)).decode()
         if request.first_token_at:
             elapsed = request.finished_at - request.first_token_at
             meta["first_token_latency"] = request.first_token_at - request.received_at

@@ -14,6 +14,7 @@ from areal.clients.buffer.worker import BufferWorker
 from areal.clients.reward import RewardClient
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
+from areal.models.directory import RouteShape
 from areal.tokenizer import Tokenizer
 from areal.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from areal_rollout.announcements import Announcements
@@ -21,7 +22,6 @@ from areal_rollout.config import RolloutConfig
 from areal_rollout.executor import Executor
 from areal_rollout.generation.client import SGLangClient
 from areal_rollout.generation.protocol import ModelLimits
-from areal_rollout.generation.routes import RouteShape
 from areal_rollout.generation.server_table import ServerTable
 from areal_rollout.load_watch import LoadWatch
 from areal_rollout.metrics import RolloutMetrics

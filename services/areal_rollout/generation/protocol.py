@@ -12,8 +12,9 @@ import orjson
 
 from areal import images
 from areal.errors import InvalidInput, PromptTooLong
+from areal.models.directory import RouteShape
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
-from areal_rollout.generation.routes import RouteShape, Routing
+from areal_rollout.generation.routes import Routing
 
 _FINAL = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 

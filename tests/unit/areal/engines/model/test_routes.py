@@ -10,10 +10,10 @@ from tests.unit.areal.engines.train_fixtures import (
     assert_gradients_close,
     gradients,
     make_batch,
+    routes_of,
 )
 from tools.tiny_architectures import tiny_model
 
-from areal.algorithms import packing
 from areal.algorithms.packing import ROUTES
 from areal.config.training import MicroBatchSpec, OptimizerConfig, RefConfig, TrainEngineConfig
 from areal.engines.fsdp import FSDPEngine
@@ -246,12 +246,7 @@ def engine_of(folder):
 def routed(engine, seed=0, **keys):
     """A batch, whose groups have common prompts, with random routes that agree on prompts."""
     batch = make_batch(seed, groups=3, vocabulary=90, **keys)
-    g = torch.Generator().manual_seed(seed)
-    shape = (3, 64, engine.model.routes.layers, EXPERTS)
-    # One table a group: its sequences have the same routes where they have the same tokens.
-    table = torch.rand(shape, generator=g).argsort(-1)[..., :CHOSEN].short()
-    groups = batch["group_index"][packing.sequence_index(batch["cu_seqlens"])]
-    batch[ROUTES] = table[groups, packing.position_ids(batch["cu_seqlens"])]
+    batch[ROUTES] = routes_of(batch, seed, engine.model.routes.layers, EXPERTS, CHOSEN)
     return batch
 
 
