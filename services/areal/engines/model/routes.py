@@ -39,7 +39,7 @@ def routers_of(hf: Any, decoder: nn.Module) -> dict[int, nn.Module]:
     A router is a module that calls `topk` and has one matrix [experts, hidden]. A layer with two is
     one of a mixture of another kind, whose choices no server returns: such a model has none.
     """
-    hidden = hf.config.get_text_config().hidden_size
+    hidden = getattr(hf.config.get_text_config(), "hidden_size", 0)
     found: dict[int, nn.Module] = {}
     for name, module in decoder.named_modules():
         forward = inspect.unwrap(type(module).forward)
@@ -78,7 +78,7 @@ class Routes:
         """Why nothing is replayed; "" if routes are."""
         self.off = False
         """Whether the model is no policy in training, whose choice is always its own."""
-        self.layers = int(config.num_hidden_layers)
+        self.layers = int(getattr(config, "num_hidden_layers", 0))
         self.routers = routers_of(hf, decoder)
         self.experts = 0
         """How many there are to choose from in the layer with the fewest."""

@@ -15,7 +15,13 @@ from tests.unit.areal.engines.train_fixtures import (
 from tools.tiny_architectures import tiny_model
 
 from areal.algorithms.packing import ROUTES
-from areal.config.training import MicroBatchSpec, OptimizerConfig, RefConfig, TrainEngineConfig
+from areal.config.training import (
+    LoraConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    RefConfig,
+    TrainEngineConfig,
+)
 from areal.engines.fsdp import FSDPEngine
 from areal.engines.model import guards
 from areal.engines.model.routes import Routes, routers_of
@@ -293,6 +299,25 @@ def test_gradients_when_layers_are_recomputed_or_split_then_replay_gives_the_sam
     found, stats = gradients(engine_of(**options), batch)
     assert_gradients_close(found, expected, 1e-6)  # a router computes in float32
     assert stats["routed_ratio"] == 1.0
+
+
+def test_engine_when_adapters_are_off_then_the_base_model_chooses_itself(engine_of):
+    engine = engine_of(lora=LoraConfig(rank=2))
+    batch = routed(engine)
+    free = {key: value for key, value in batch.items() if key != ROUTES}
+    assert not torch.allclose(engine.forward(batch), engine.forward(free))
+    with engine.without_adapters():
+        assert torch.equal(engine.forward(batch), engine.forward(free))
+
+
+@pytest.mark.long
+@pytest.mark.process
+def test_engine_when_layers_are_compiled_then_replay_gives_the_same(engine_of):
+    plain = engine_of(gradient_checkpointing="none")
+    batch = routed(plain)
+    expected, _ = gradients(plain, batch)
+    found, _ = gradients(engine_of(kernels="compile", gradient_checkpointing="full"), batch)
+    assert_gradients_close(found, expected, 1e-6)
 
 
 def test_engine_when_some_tokens_have_no_route_then_they_are_counted(engine_of):
