@@ -80,6 +80,10 @@ class Routes:
         """Whether the model is no policy in training, whose choice is always its own."""
         self.layers = int(getattr(config, "num_hidden_layers", 0))
         self.routers = routers_of(hf, decoder)
+        if max(self.routers, default=0) >= self.layers:
+            self.routers = {}  # numbered otherwise than layers are
+        self.chosen = 0
+        """Experts of a token, once the test at the start has seen it."""
         self.experts = 0
         """How many there are to choose from in the layer with the fewest."""
         self.mixture = bool(self.routers or getattr(config, "num_experts_per_tok", None))
@@ -103,8 +107,10 @@ class Routes:
         if routes is None or self.off:
             return None
         cause = self.refused
-        if not cause and (routes.ndim != 3 or routes.shape[1] != self.layers):
-            cause = f"a batch has routes {list(routes.shape)}, expected [tokens, {self.layers}, k]"
+        expected = (self.layers, self.chosen or routes.shape[-1])
+        if not cause and routes.shape[1:] != expected:
+            found = [*routes.shape[1:]]
+            cause = f"a batch has routes of [layers, k] {found}, expected {[*expected]}"
         if not cause:
             return routes
         if not self._warned:
@@ -214,6 +220,8 @@ class _Choice(TorchFunctionMode):
         scores = args[0] if args else kwargs["input"]
         if scores.ndim != 2 or scores.shape[1] != self._experts:
             return found  # of groups of experts
+        if self._given is not None and len(self._given) != len(scores):
+            return found  # of other tokens: the test at the start sees that nothing changes
         if func in _MASKS:
             # What limits the choice to some groups does not concern one that is given.
             return found if self._usable is None else torch.where(self._usable, scores, found)

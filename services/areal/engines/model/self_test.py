@@ -145,6 +145,7 @@ def _test_routes(model: PackedCausalLM, batch: Batch, tolerance: float) -> None:
     for layer in tested:
         found = model.context.whole(chosen[layer]) if model.context else chosen[layer]
         own[:, layer] = found[layout.locate].to(torch.int16)
+    routes.chosen = shape[2]
     other = torch.where(own < 0, own, (own + 1) % count)
     same, changed = (_packed(model, {**batch, ROUTES: each}) for each in (own, other))
     off, moved = (float((each - free).abs().mean()) for each in (same, changed))

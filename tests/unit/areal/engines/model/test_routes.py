@@ -339,11 +339,14 @@ def test_engine_when_no_token_has_a_route_then_logprobs_are_those_without(engine
     assert torch.equal(engine.forward({**batch, ROUTES: torch.full_like(batch[ROUTES], -1)}), free)
 
 
-def test_engine_when_routes_are_of_another_model_then_it_computes_without_and_says_so(engine_of):
+@pytest.mark.parametrize("other", [(slice(1), slice(None)), (slice(None), slice(1))])
+def test_engine_when_routes_are_of_another_model_then_it_computes_without_and_says_so(
+    engine_of, other
+):
     engine = engine_of()
     batch = routed(engine)
     free = engine.forward({key: value for key, value in batch.items() if key != ROUTES})
-    batch[ROUTES] = batch[ROUTES][:, :1]
+    batch[ROUTES] = batch[ROUTES][:, *other]
     with capture_logs() as logs:
         assert torch.equal(engine.forward(batch), free)
     assert [each["event"] for each in logs] == ["routes_not_replayed"]
