@@ -7,12 +7,14 @@ continued request must give exactly what an uninterrupted one would.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from areal.weights.servers import InferenceServer, ServerState
@@ -20,6 +22,21 @@ from areal.weights.servers import InferenceServer, ServerState
 
 def token_at(position: int) -> int:
     return (position * 7 + 3) % 100 + 10
+
+
+def route_at(position: int, routes: tuple[int, int, int]) -> list[list[int]]:
+    """The experts of the token at that position, [layers, k]."""
+    layers, chosen, experts = routes
+    return [
+        [(position + 5 * layer + i) % experts for i in range(chosen)] for layer in range(layers)
+    ]
+
+
+def routed(body: dict[str, Any], tokens: int, routes: tuple[int, int, int]) -> str:
+    """What SGLang says of the experts of a sequence of so many tokens."""
+    start = body.get("routed_experts_start_len", 0)
+    rows = [route_at(position, routes) for position in range(start, tokens - 1)]
+    return base64.b64encode(np.array(rows, "<i4").tobytes()).decode()
 
 
 def answer(
@@ -73,6 +90,8 @@ class FakeSGLang:
     frozen: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    routes: tuple[int, int, int] | None = None
+    """Layers, experts of a token, experts of a layer; None: it does not say what it chose."""
     url: str = ""
     _held: dict[str, asyncio.Event] = field(default_factory=dict)
 
@@ -100,7 +119,7 @@ class FakeSGLang:
             params = [params] * len(body["input_ids"])
         if body["stream"]:
             wholes = [
-                answer(len(ids), each["max_new_tokens"], self.version)
+                self._with_routes(body, ids, answer(len(ids), each["max_new_tokens"], self.version))
                 for ids, each in zip(body["input_ids"], params, strict=True)
             ]
             prompts = [len(ids) for ids in body["input_ids"]]
@@ -111,7 +130,19 @@ class FakeSGLang:
                 for rid, ids, each in zip(body["rid"], body["input_ids"], params, strict=True)
             )
         )
+        answers = [
+            self._with_routes(body, ids, each)
+            for ids, each in zip(body["input_ids"], answers, strict=True)
+        ]
         return web.json_response(answers if batch else answers[0])
+
+    def _with_routes(
+        self, body: dict[str, Any], ids: list[int], whole: dict[str, Any]
+    ) -> dict[str, Any]:
+        if self.routes is not None and body.get("return_routed_experts"):
+            tokens = len(ids) + len(whole["output_ids"])
+            whole["meta_info"]["routed_experts"] = routed(body, tokens, self.routes)
+        return whole
 
     async def _one(self, rid: str, prompt_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         prompt, most = len(prompt_ids), params["max_new_tokens"]

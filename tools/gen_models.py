@@ -267,12 +267,9 @@ def render(rows: list[Row]) -> str:
         "trained on, because",
         "transformers would apply the longest sequence's rope to all sequences of a micro-batch.",
         "",
-        "In a mixture of experts, the trainer chooses a token's experts itself. Because of "
-        "rounding, they may",
-        "differ from those that the server chose. So such a model has a higher `mismatch/kl` than "
-        "a dense one.",
-        "Replaying the server's choice (router replay) is not implemented: the trainer does not",
-        "read the choice that SGLang can return (`--enable-return-routed-experts`, also on CPUs).",
+        "In a mixture of experts, rounding makes the trainer's router choose other experts than",
+        "the server's for some tokens. [Router replay](router-replay.md) gives the trainer the",
+        "server's choice.",
         "",
         "The CPU engine serves each of these models. For Qwen2, Llama, Qwen2-VL and Qwen2.5-VL it",
         "has a fast decoder. transformers computes the others: slowly, without images, and in",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal.errors import InvalidInput
+
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""What families call the number of a layer's experts."""
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
@@ -60,3 +65,32 @@ def serving_dtype(requested: str, directory: Path, *, gpu: bool) -> str:
     config = read_model_config(directory)
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return "bfloat16" if stored.removeprefix("torch.") in ("bfloat16", "float16") else "float32"
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """How many routes a token of a mixture of experts has."""
+
+    layers: int
+    chosen: int
+    """Experts of a token in a layer."""
+    experts: int
+    """Experts of a layer."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> RouteShape | None:
+        """Reads a model's config.json (its text part); None: it is no mixture of experts."""
+        experts = next((config[name] for name in _EXPERTS if config.get(name)), None)
+        found = (config.get("num_hidden_layers"), config.get("num_experts_per_tok"), experts)
+        whole = [each for each in found if isinstance(each, int) and not isinstance(each, bool)]
+        if len(whole) != len(found) or min(whole) < 1 or whole[2] > 1 << 15:
+            return None
+        return cls(*whole)
+
+    @classmethod
+    def of_folder(cls, directory: Path) -> RouteShape | None:
+        """Reads a model's folder; None also where config.json cannot be read."""
+        try:
+            return cls.of(read_model_config(directory))
+        except InvalidInput:
+            return None

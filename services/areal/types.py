@@ -146,6 +146,9 @@ class LLMResponse:
     """The images of the request."""
     servers: list[str] = field(default_factory=list)
     """URLs of the servers that sampled the output tokens, in order of first use."""
+    routed_experts: npt.NDArray[Any] | None = field(default=None, compare=False, repr=False)
+    """The experts that servers chose for the first tokens of prompt and answer, uint8 or uint16
+    [tokens, layers, experts of a token]; the last token has none. None: no server said."""
 
 
 TIMEOUTS = "timeouts"
@@ -289,6 +292,9 @@ class Trajectory:
     split: str = ""
     """Which message and field of an agent's history changed, such as `messages[0].content`, so that
     the trajectory does not continue an earlier one of its attempt; "" if none did."""
+    routed_experts: npt.NDArray[Any] | None = None
+    """The experts that servers chose for its first tokens, uint8 or uint16 [tokens, layers, experts
+    of a token], which the policy's forward passes replay. None: they choose themselves."""
 
     @property
     def reward(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import getrandbits
@@ -169,6 +170,8 @@ def parse_generate(
             "logprob_start_len"
         )
     stream = _boolean(body, "stream", default=False)
+    routed_from = _integer(body, "routed_experts_start_len", 0, 0, None)
+    routed = _boolean(body, "return_routed_experts", default=False)
     rids = _per_prompt(body, "rid", len(prompts), batched, str, None)
     extra_keys = _per_prompt(body, "extra_key", len(prompts), batched, str, None)
     named = _per_prompt(body, "lora_path", len(prompts), batched, str, "")
@@ -185,6 +188,11 @@ def parse_generate(
         if images and see is not None:
             prompt, seen = see(given, images)
             _check_prompt(prompt, limits)
+        if routed and routed_from > len(prompt):
+            raise RequestError(
+                f"routed_experts_start_len: {routed_from}, expected at most {len(prompt)}, the "
+                "tokens of the prompt"
+            )
         if raw is not constrained:
             constrained, grammar = raw, _grammar(raw, constrain)
         base = rid or f"{getrandbits(128):032x}"
@@ -202,6 +210,7 @@ def parse_generate(
                     grammar=grammar.copy() if grammar is not None else None,
                     seen=seen,
                     adapter=_adapter(name, adapters or {}),
+                    routed_from=routed_from if routed else None,
                 )
             )
     return GenerateCall(
@@ -427,6 +436,9 @@ def render(
     }
     if finish is not None:
         meta["weight_versions"] = versions
+        if request.routes and request.routed_from is not None:
+            rows = request.routes[request.routed_from : len(request.input_ids) + count - 1]
+            meta["routed_experts"] = b64encode(b"".join(row.tobytes() for row in rows)).decode()
         if request.first_token_at:
             elapsed = request.finished_at - request.first_token_at
             meta["first_token_latency"] = request.first_token_at - request.received_at

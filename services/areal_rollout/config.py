@@ -72,6 +72,8 @@ class RolloutConfig:
     tokenizer_dir: Path = Path()
     model_dir: Path = Path()
     context_length: int = 0
+    router_replay: bool = False
+    """Servers of a mixture of experts are asked which experts they chose."""
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     """How sessions of outside agents sample."""
 
@@ -113,6 +115,7 @@ class RolloutConfig:
             tokenizer_dir=experiment.tokenizer_dir,
             model_dir=Path(experiment.model.path),
             context_length=experiment.model.context_length,
+            router_replay=rollout.router_replay,
             gconfig=experiment.gconfig,
         )
 

@@ -16,6 +16,7 @@ import orjson
 from google.protobuf.message import DecodeError
 
 from areal.errors import InvalidInput
+from areal.protocol import routes
 from areal.protocol.trajectories import GroupCodec
 from areal.types import LLMRequest, LLMResponse, StopReason
 from areal.v1 import trajectory_pb2 as pb
@@ -43,7 +44,7 @@ def encode(
     Args:
         calls: In the order in which they were made; a response that has not ended has stop
             reason ABORT and the tokens it got so far.
-        max_bytes: A longer journal is dropped.
+        max_bytes: A longer journal loses its routes; one that is longer still is dropped.
         codec: Packs groups, too.
 
     Returns:
@@ -66,8 +67,14 @@ def encode(
                 interruptions=response.interruptions,
                 latency_s=response.latency_s,
                 servers=response.servers,
+                routed_experts=routes.tensor_of(response.routed_experts),
             )
-    packed = (codec or GroupCodec()).compress(journal.SerializeToString())
+    codec = codec or GroupCodec()
+    packed = codec.compress(journal.SerializeToString())
+    if len(packed) > max_bytes:
+        for call in journal.calls:
+            call.ClearField("routed_experts")
+        packed = codec.compress(journal.SerializeToString())
     return packed if len(packed) <= max_bytes else b""
 
 
@@ -100,6 +107,11 @@ def decode(
             latency_s=call.latency_s,
             servers=list(call.servers),
         )
+        if call.HasField("routed_experts"):
+            try:
+                response.routed_experts = routes.array_of(call.routed_experts, "routed_experts")
+            except InvalidInput as error:
+                raise ValueError(f"journal: {error}") from None
         count = len(response.output_tokens)
         if count != len(response.output_logprobs) or count != len(response.output_versions):
             raise ValueError("journal arrays differ in length")

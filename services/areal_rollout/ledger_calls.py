@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from areal.agents.headers import Repeats
 from areal.agents.tree import Call
 from areal.clients.buffer.sessions import BufferSessions
 from areal.errors import LeaseLost, NotFound, Unavailable
+from areal.protocol import routes
 from areal.protocol.trajectories import STATE_FROM_PB
 from areal.types import LLMResponse, Score, StopReason, TaskState
 from areal.v1 import buffer_service_pb2 as pb
@@ -93,6 +98,7 @@ class LedgerCalls:
             servers=response.servers,
             outline=outline,
         )
+        self._add_routes(answer, number, response)
         record = pb.SessionRecord(number=number, answer=answer, call_id=self._call_id)
         await self._update(record=record)
         calls = self._cached.calls
@@ -170,6 +176,7 @@ class LedgerCalls:
                     stop_reason=StopReason(call.answer.stop_reason or StopReason.ABORT),
                     latency_s=call.answer.latency_s,
                     servers=list(call.answer.servers),
+                    routed_experts=self._routes(call.number),
                 ),
                 retry=self._cached.prompt(call.number).retry,
                 key=self._cached.prompt(call.number).request_key,
@@ -180,6 +187,44 @@ class LedgerCalls:
             )
             for call in self._cached.calls
         ]
+
+    def _add_routes(self, answer: pb.SessionAnswer, number: int, response: LLMResponse) -> None:
+        """Adds the routes of an answer, from where those of the call that it extends end."""
+        given = response.routed_experts
+        if given is None:
+            return
+        given = given[: len(response.input_tokens) + len(response.output_tokens)]
+        start, calls = 0, self._cached.calls
+        if number < len(calls) and self._cached.prompt(number).call_id == self._call_id:
+            prompt = self._cached.prompt(number)
+            if prompt.HasField("extends"):
+                before = self._routes(prompt.extends)
+                start = 0 if before is None else min(len(before), len(given))
+        if (own := routes.tensor_of(given[start:])) is not None:
+            answer.routed_experts.CopyFrom(own)
+            answer.routed_start = start
+
+    def _routes(self, number: int) -> npt.NDArray[Any] | None:
+        """The routes of a call's first tokens; None: they are not known."""
+        calls, chain = self._cached.calls, [number]
+        while calls[chain[-1]].answer.routed_start:
+            prompt = self._cached.prompt(chain[-1])
+            if not prompt.HasField("extends"):
+                return None
+            chain.append(prompt.extends)
+        whole: npt.NDArray[Any] | None = None
+        for each in reversed(chain):
+            answer = calls[each].answer
+            if not answer.HasField("routed_experts"):
+                return None
+            own, start = (
+                routes.array_of(answer.routed_experts, "routed_experts"),
+                answer.routed_start,
+            )
+            if start and (whole is None or len(whole) < start or whole.shape[1:] != own.shape[1:]):
+                return None
+            whole = own if whole is None else np.concatenate([whole[:start], own])
+        return whole
 
     def _extends(self, ids: list[int]) -> tuple[int | None, int]:
         """The answer that ends the longest beginning of `ids`, and how long that is."""

@@ -14,6 +14,7 @@ from areal.clients.buffer.worker import BufferWorker
 from areal.clients.reward import RewardClient
 from areal.clients.trainer import TrainerClient
 from areal.clients.weight_sync import WeightSyncClient
+from areal.model_directory import RouteShape
 from areal.tokenizer import Tokenizer
 from areal.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from areal_rollout.announcements import Announcements
@@ -56,9 +57,11 @@ class RolloutServer(Server):
         config, table, metrics = self._config, self._table, self._metrics
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer_dir, config.model_dir)
         stops, model = tuple(tokenizer.eos_token_ids), str(config.model_dir)
+        routes = RouteShape.of_folder(config.model_dir) if config.router_replay else None
+        limits = ModelLimits(tokenizer.vocab_size, config.context_length, stops, model, routes)
         generation = SGLangClient(
             table,
-            ModelLimits(tokenizer.vocab_size, config.context_length, stops, model),
+            limits,
             report=self._weight_sync.report_server,
             observer=metrics,
             request_timeout_s=config.request_timeout_s,

@@ -182,6 +182,11 @@ def test_arithmetic_models_when_run_then_engine_and_trainer_agree_over_updates(
     assert "plain_decoder" in stack.log("inference-0")
     # What the servers said of their tokens is what the trainer computes of them, at each version.
     assert all(row["mismatch/max"] <= 1e-4 for row in rows)
+    routed = [(row.get("routes/replayed"), row.get("routes/missing")) for row in rows]
+    if architecture == "qwen3_moe":  # all tokens but each trajectory's last
+        assert all(replayed > 0.9 and missing == 0 for replayed, missing in routed)
+    else:
+        assert set(routed) == {(None, None)}
 
 
 @pytest.mark.long

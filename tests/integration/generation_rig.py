@@ -37,6 +37,7 @@ async def serving(
     context=1000,
     vocab_size=200,
     eos=EOS,
+    routes=None,
 ):
     async with AsyncExitStack() as stack:
         for server in servers:
@@ -48,7 +49,7 @@ async def serving(
 
         client = SGLangClient(
             table,
-            ModelLimits(vocab_size=vocab_size, context_length=context, eos_token_ids=(eos,)),
+            ModelLimits(vocab_size, context, (eos,), routes=routes),
             report=report,
             observer=Observer(),
             request_timeout_s=request_timeout_s,

@@ -1,8 +1,8 @@
 """Ranks of test_layouts.py: they train tiny models in one layout after the other.
 
 Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
-gradients?, save_to?, resume?, export?, kernel?, tested?, free?, images?}. All ranks of a share get
-the same groups.
+gradients?, save_to?, resume?, export?, kernel?, tested?, free?, images?, routed?}. All ranks of a
+share get the same groups.
 """
 
 import json
@@ -17,10 +17,11 @@ from tests.integration.forked_ranks import run_launches
 from tests.integration.fsdp_worker import share_of
 from tests.unit.areal_torch.engines.image_batches import image_batch
 from tests.unit.areal_torch.engines.model.attention.flash_on_cpu import torch_kernels
-from tests.unit.areal_torch.engines.train_fixtures import gradients, make_batch
+from tests.unit.areal_torch.engines.train_fixtures import gradients, make_batch, routes_of
 
 from areal.config.training import PPOActorConfig
 from areal.weights.adapters import split_name
+from areal_torch.algorithms.packing import ROUTES
 from areal_torch.engines import step
 from areal_torch.engines.fsdp import FSDPEngine
 from areal_torch.engines.model import self_test
@@ -54,6 +55,8 @@ def train(job):
     for seed in job["seeds"][begin:]:
         made = {"groups": 5, "vocabulary": 96}
         whole = image_batch(seed) if job.get("images") else make_batch(seed, **made)
+        if job.get("routed"):
+            whole[ROUTES] = routes_of(whole, seed, **job["routed"])
         batch = share_of(whole, engine.mesh.share, engine.mesh.layout.data)
         actor.compute_advantages(batch)
         if job.get("gradients"):

@@ -72,6 +72,12 @@ class RolloutConfig:
     group. `prepare_batch` then submits another row to replace it (DAPO). With
     `rollout_batch`, the batch gets smaller."""
 
+    router_replay: bool = True
+    """Ask servers which experts they chose for each token of a mixture of experts, and train the
+    policy with the same ones. The choice takes a byte for each expert of a token in each layer
+    (two with more than 256 experts), in the ledger too. Without it, or where a server does not
+    say, the trainer's router chooses, and `mismatch/kl` is higher."""
+
     @property
     def batch_timeout_s(self) -> float:
         """The trainer's limit for a batch: enough for several requests in a row, and retries."""

@@ -18,6 +18,7 @@ import zstandard
 
 from areal import images
 from areal.errors import InvalidInput
+from areal.protocol import routes
 from areal.tokenizer.json_text import TooDeep, dumps, loads
 from areal.types import (
     Purpose,
@@ -108,6 +109,8 @@ PURPOSE_FROM_PB = {value: key for key, value in PURPOSE_TO_PB.items()}
 def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
     """Encodes a group: each array once for all its trajectories.
 
+    Routes of more than `routes.MAX_BYTES` together are left out.
+
     Raises:
         InvalidInput: An array of a trajectory has another length than the trajectory.
     """
@@ -153,6 +156,7 @@ def group_to_pb(group: TrajectoryGroup) -> pb.TrajectoryGroup:
         tensor.dtype = TRAJECTORY_ARRAYS[name]
         tensor.shape.append(total)
         tensor.data = b"".join(arrays)
+    routes.add_to(message, trajectories)
     return message
 
 
@@ -179,7 +183,7 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
     """
     arrays = _arrays_from_pb(message)
     trajectories, start, images = [], 0, tuple(message.images)
-    for each in message.trajectories:
+    for each, routed in zip(message.trajectories, routes.parts_of(message), strict=True):
         here = slice(start, start := start + each.length)
         trajectories.append(
             Trajectory(
@@ -196,6 +200,7 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
                 each.generation_s,
                 tuple(each.servers),
                 each.split,
+                routed,
             )
         )
     return TrajectoryGroup(
@@ -225,6 +230,7 @@ def check_group_pb(message: pb.TrajectoryGroup) -> dict[str, npt.NDArray[Any]]:
         Its arrays, each for all trajectories one after the other.
     """
     arrays = _arrays_from_pb(message)
+    routes.parts_of(message)
     for each in message.trajectories:
         _finish_reason(each)
     return arrays

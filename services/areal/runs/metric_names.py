@@ -203,6 +203,19 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "nats",
             "largest absolute difference between a server's and the trainer's logprob of a token",
         ),
+        Metric(
+            "routes/replayed",
+            "share of tokens",
+            "tokens, prompts included, that the policy computed with the experts that the server "
+            "chose ([router replay](router-replay.md)); only for a mixture of experts",
+            ("routed_ratio",),
+        ),
+        Metric(
+            "routes/missing",
+            "trajectories",
+            "trajectories of which no token was; only for a mixture of experts",
+            ("unrouted_sequences",),
+        ),
         Metric("critic/loss", "", "loss of the critic"),
         Metric("critic/value", "", "mean value that the critic predicts"),
         Metric("critic/return", "", "mean return that the critic learns to predict"),

@@ -1729,6 +1729,8 @@ class SessionAnswer(_message.Message):
     SERVERS_FIELD_NUMBER: _builtins.int
     TURNS_TOO_FIELD_NUMBER: _builtins.int
     OUTLINE_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
+    ROUTED_START_FIELD_NUMBER: _builtins.int
     stop_reason: _builtins.str
     text: _builtins.str
     turn: _builtins.str
@@ -1738,6 +1740,8 @@ class SessionAnswer(_message.Message):
     latency_s: _builtins.float
     outline: _builtins.str
     """JSON: digests of the fields of each message that is new since the extended call; may be empty."""
+    routed_start: _builtins.int
+    """The first of these tokens; the extended call has those before it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1751,6 +1755,10 @@ class SessionAnswer(_message.Message):
     @_builtins.property
     def turns_too(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Digests of the same conversation as clients may also send it back."""
+
+    @_builtins.property
+    def routed_experts(self) -> _trajectory_pb2.Tensor:
+        """The experts of tokens of prompt and answer, uint8 or uint16 [tokens, layers, k]."""
 
     def __init__(
         self,
@@ -1766,12 +1774,16 @@ class SessionAnswer(_message.Message):
         servers: _abc.Iterable[_builtins.str] | None = ...,
         turns_too: _abc.Iterable[_builtins.str] | None = ...,
         outline: _builtins.str = ...,
+        routed_experts: _trajectory_pb2.Tensor | None = ...,
+        routed_start: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_routed_experts", b"_routed_experts", "routed_experts", b"routed_experts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "latency_s", b"latency_s", "logprobs", b"logprobs", "outline", b"outline", "servers", b"servers", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "turns_too", b"turns_too", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_routed_experts", b"_routed_experts", "kept", b"kept", "latency_s", b"latency_s", "logprobs", b"logprobs", "outline", b"outline", "routed_experts", b"routed_experts", "routed_start", b"routed_start", "servers", b"servers", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "turns_too", b"turns_too", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__routed_experts: _TypeAlias = _typing.Literal["routed_experts"]  # noqa: Y015
+    _WhichOneofArgType__routed_experts: _TypeAlias = _typing.Literal["_routed_experts", b"_routed_experts"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__routed_experts) -> _WhichOneofReturnType__routed_experts | None: ...
 
 Global___SessionAnswer: _TypeAlias = SessionAnswer  # noqa: Y015
 

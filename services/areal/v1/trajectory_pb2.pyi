@@ -87,7 +87,7 @@ class Tensor(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
-    """The numpy name of the dtype: float32, float64, int32, int64, bool, uint8."""
+    """The numpy name of the dtype: float32, float64, int32, int64, bool, uint8, uint16."""
     data: _builtins.bytes
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -284,6 +284,7 @@ class Trajectory(_message.Message):
     GENERATION_S_FIELD_NUMBER: _builtins.int
     SERVERS_FIELD_NUMBER: _builtins.int
     SPLIT_FIELD_NUMBER: _builtins.int
+    ROUTED_TOKENS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     length: _builtins.int
     """Tokens (L), prompt and answer."""
@@ -299,6 +300,8 @@ class Trajectory(_message.Message):
     """Which message and field of an agent's history changed, such as `messages[0].content`, so that
     it does not continue an earlier trajectory of its attempt; empty if none did.
     """
+    routed_tokens: _builtins.int
+    """Of how many of its first tokens `routed_experts` says the experts; 0: of none."""
     @_builtins.property
     def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The parts of its reward by name, before weights; may be empty."""
@@ -319,10 +322,11 @@ class Trajectory(_message.Message):
         generation_s: _builtins.float = ...,
         servers: _abc.Iterable[_builtins.str] | None = ...,
         split: _builtins.str = ...,
+        routed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "generation_s", b"generation_s", "length", b"length", "reward", b"reward", "reward_parts", b"reward_parts", "servers", b"servers", "split", b"split", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "generation_s", b"generation_s", "length", b"length", "reward", b"reward", "reward_parts", b"reward_parts", "routed_tokens", b"routed_tokens", "servers", b"servers", "split", b"split", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,7 +361,9 @@ class TrajectoryGroup(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedTensor]:
         """Aligned arrays, in each of which the trajectories follow one another without padding: input_ids
         int32, loss_mask bool, behavior_logprobs float32 (0 on tokens that were not sampled),
-        token_versions int32 (-1 on tokens that were not sampled), rewards float32.
+        token_versions int32 (-1 on tokens that were not sampled), rewards float32. If servers said
+        which experts they chose, also routed_experts, uint8 or uint16 [tokens, layers, k], which has
+        the `routed_tokens` of each trajectory.
         """
 
     @_builtins.property
@@ -488,6 +494,7 @@ class JournaledCall(_message.Message):
     INTERRUPTIONS_FIELD_NUMBER: _builtins.int
     LATENCY_S_FIELD_NUMBER: _builtins.int
     SERVERS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     request_digest: _builtins.str
     """Digest of the prompt and the sampling parameters."""
     occurrence: _builtins.int
@@ -506,6 +513,10 @@ class JournaledCall(_message.Message):
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def routed_experts(self) -> Global___Tensor:
+        """The experts of the first tokens of prompt and answer, uint8 or uint16 [tokens, layers, k]."""
+
     def __init__(
         self,
         *,
@@ -518,12 +529,15 @@ class JournaledCall(_message.Message):
         interruptions: _builtins.int = ...,
         latency_s: _builtins.float = ...,
         servers: _abc.Iterable[_builtins.str] | None = ...,
+        routed_experts: Global___Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_routed_experts", b"_routed_experts", "routed_experts", b"routed_experts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interruptions", b"interruptions", "latency_s", b"latency_s", "logprobs", b"logprobs", "occurrence", b"occurrence", "request_digest", b"request_digest", "servers", b"servers", "stop_reason", b"stop_reason", "tokens", b"tokens", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_routed_experts", b"_routed_experts", "interruptions", b"interruptions", "latency_s", b"latency_s", "logprobs", b"logprobs", "occurrence", b"occurrence", "request_digest", b"request_digest", "routed_experts", b"routed_experts", "servers", b"servers", "stop_reason", b"stop_reason", "tokens", b"tokens", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__routed_experts: _TypeAlias = _typing.Literal["routed_experts"]  # noqa: Y015
+    _WhichOneofArgType__routed_experts: _TypeAlias = _typing.Literal["_routed_experts", b"_routed_experts"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__routed_experts) -> _WhichOneofReturnType__routed_experts | None: ...
 
 Global___JournaledCall: _TypeAlias = JournaledCall  # noqa: Y015
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from areal.errors import PromptDrift, WorkflowError
 from areal.types import LLMRequest, LLMResponse, Trajectory
@@ -259,7 +260,27 @@ def assemble_trajectory(
         reward_parts=_parts([reward] if isinstance(reward, (int, float)) else reward),
         generation_s=sum(turn.latency_s for _, turn in turns),
         servers=tuple(dict.fromkeys(server for _, turn in turns for server in turn.servers)),
+        routed_experts=_routes([turn for _, turn in turns]),
     )
+
+
+def _routes(turns: Sequence[LLMResponse]) -> npt.NDArray[Any] | None:
+    """The experts of the first tokens; of a token, those of the call that sampled or read it first.
+
+    Each prompt begins with the previous prompt and output, so calls tell of the same tokens.
+    """
+    parts: list[npt.NDArray[Any]] = []
+    known = 0
+    for turn in turns:
+        routes = turn.routed_experts
+        if routes is None or (parts and routes.shape[1:] != parts[0].shape[1:]):
+            continue
+        # An answer may have been cut after it was sampled.
+        own = routes[known : len(turn.input_tokens) + len(turn.output_tokens)]
+        if len(own):
+            parts.append(own)
+            known += len(own)
+    return np.concatenate(parts) if parts else None
 
 
 def _parts(rewards: Sequence[float]) -> dict[str, float]:

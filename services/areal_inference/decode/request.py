@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from areal_inference.decode.grammar import Grammar
     from areal_inference.model.adapters import Adapter
     from areal_inference.model.vision import Seen
@@ -66,6 +69,8 @@ class Request:
     """What may be sampled; None: everything."""
     seen: Seen | None = None
     """The images of the prompt, which `input_ids` has as many tokens for as they have features."""
+    routed_from: int | None = None
+    """First token whose experts are wanted; None: of none."""
 
     adapter: Adapter | None = None
     """Computed with it to its end, even if it is unloaded meanwhile; None: with the weights."""
@@ -76,6 +81,9 @@ class Request:
     """logprob of input_ids[logprob_start + 1 :]."""
     input_top_logprobs: list[list[tuple[float, int]]] | None = None
     """Of the same positions the `top_logprobs` likeliest ids: (logprob, id), falling."""
+    routes: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    """The experts of each token but the last, [layers, k], if `routed_from` is set and the model
+    has experts."""
     spans: list[tuple[str, int]] = field(default_factory=list)
     """(weight version, index of the first output token it sampled), in order."""
     weight_version: str = ""

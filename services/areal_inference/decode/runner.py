@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -68,6 +70,9 @@ class Decoder(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `transformer.Model.logits`."""
+
+    def routes(self, cache: Any, row: int) -> Sequence[npt.NDArray[np.int32]]:
+        """Return the experts of each token that a row has, [layers, k]; empty: there are none."""
 
 
 class ModelRunner:
@@ -187,6 +192,9 @@ class ModelRunner:
         for row, request in enumerate(requests):
             if request.grammar is not None:
                 logits[row, torch.from_numpy(~request.grammar.allowed())] = -torch.inf
+            if request.routed_from is not None:
+                known = len(request.routes)
+                request.routes += self.model.routes(self.cache, row)[known:]
         generated = [len(r.output_ids) for r in requests]
         drawn, logprobs = sample(logits, self._sampling, generated, self._generator)
         tokens = drawn.tolist()

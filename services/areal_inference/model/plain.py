@@ -16,6 +16,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,7 @@ from areal_inference.model.plain_cache import PlainCache, Row, State, gathered
 from areal_inference.model.vision import Seen
 from areal_inference.model.weights import FLOAT_TYPES, CheckpointModel, View, WeightSet
 from areal_torch.engines.model import guards, heads, hub_names, source
+from areal_torch.engines.model.routes import Routes
 from areal_torch.engines.model.tensor_directory import TensorDirectory
 
 _UNLIMITED = 1 << 20
@@ -188,6 +191,7 @@ class PlainModel:
         self.adapters: Sequence[Adapter | None] = ()
         self._adapter: Adapter | None = None  # of the sequences that are being computed
         self._hooked: set[str] = set()
+        self._routes = Routes(self._hf, self._decoder)
         self.weights = weights
         self._try(config)
 
@@ -244,11 +248,12 @@ class PlainModel:
                 alike.setdefault((len(ids), adapters[number]), []).append(number)
         for (_, self._adapter), members in alike.items():
             batch = torch.tensor([sequences[number] for number in members])
-            hidden, kept = self._forward(batch, None, 0)
+            hidden, kept, routes = self._forward(batch, None, 0)
             state = None if kept is None else State(kept, len(members), frozen=True)
             for index, number in enumerate(members):
                 prompt = Row(sequences[number], state, index)
-                cache.rows[rows[number]] = Row(list(prompt.ids), state, index, prompt)
+                own = [] if routes is None else list(routes[index])
+                cache.rows[rows[number]] = Row(list(prompt.ids), state, index, prompt, own)
                 found[number] = hidden[index]
         return found
 
@@ -292,21 +297,41 @@ class PlainModel:
         before = gathered(rows) if kept else None
         begin = position if before else 0
         ids = torch.tensor([row.ids[begin:] for row in rows])
-        hidden, cache = self._forward(ids, None if before is None else before.cache, begin)
+        kept_before = None if before is None else before.cache
+        hidden, cache, routes = self._forward(ids, kept_before, begin)
         state = None if cache is None else State(cache, len(rows), frozen=False)
         for index, row in enumerate(rows):
             row.state, row.index = state, index
+            if routes is not None:
+                row.routes.append(routes[index, -1])
         return hidden[:, -1]
 
-    def _forward(self, ids: Tensor, cache: Any, begin: int) -> tuple[Tensor, Any]:
-        """Hidden states [rows, tokens, hidden] of ids at `begin`, and the cache after them."""
+    def routes(self, cache: PlainCache, row: int) -> Sequence[npt.NDArray[np.int32]]:
+        """See `runner.Decoder`."""
+        return cache.rows[row].routes
+
+    def _forward(
+        self, ids: Tensor, cache: Any, begin: int
+    ) -> tuple[Tensor, Any, npt.NDArray[np.int32] | None]:
+        """Hidden states [rows, tokens, hidden] of ids at `begin`, the cache after them, and routes.
+
+        Routes are [rows, tokens, layers, k], with zeros for layers without experts; None: the model
+        has no experts.
+        """
         options: dict[str, Any] = {"use_cache": False}
         if self._has_positions:
             options["position_ids"] = torch.arange(begin, begin + ids.shape[1]).expand(len(ids), -1)
         if self._keeps:
             options |= {"use_cache": True, self._cache_name: cache}
-        output = self._decoder(input_ids=ids, **options)
-        return output.last_hidden_state, getattr(output, self._cache_name, None)
+        with self._routes.recorded() as chosen:
+            output = self._decoder(input_ids=ids, **options)
+        routes = None
+        if chosen:
+            most = max(each.shape[1] for each in chosen.values())
+            routes = np.zeros((*ids.shape, self._routes.layers, most), dtype=np.int32)
+            for layer, each in chosen.items():
+                routes[:, :, layer, : each.shape[1]] = each.numpy().reshape(*ids.shape, -1)
+        return output.last_hidden_state, getattr(output, self._cache_name, None), routes
 
     @torch.inference_mode()
     def _try(self, config: PlainConfig) -> None:

@@ -15,8 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Routes = npt.NDArray[np.int32]
+"""The experts of a token, [layers, k]."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +47,8 @@ class Row:
     """Place in the state."""
     prompt: Row | None = None
     """The row as its prefill left it."""
+    routes: list[Routes] = field(default_factory=list)
+    """The experts of each computed token; empty if the model has none."""
 
 
 class PlainCache:
@@ -61,7 +68,8 @@ class PlainCache:
         for target in targets:
             kept = prompt is not None and len(prompt.ids) == length
             state, index = (prompt.state, prompt.index) if prompt and kept else (None, 0)
-            self.rows[target] = Row(row.ids[:length], state, index)
+            routes = row.routes[:length]
+            self.rows[target] = Row(row.ids[:length], state, index, routes=routes)
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Give rows other numbers."""

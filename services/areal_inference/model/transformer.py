@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
@@ -147,6 +149,11 @@ class Model:
             )
             hidden = self._finish_layer(index, hidden, mixed.view(count, -1))
         return self.logits(self._norm(hidden, self.weights.final_norm))
+
+    def routes(self, cache: KVCache, row: int) -> Sequence[npt.NDArray[np.int32]]:
+        """Return nothing: these architectures have no experts."""
+        del cache, row
+        return ()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab] float32 of normalized hidden states [n, hidden]."""

@@ -14,7 +14,7 @@ from areal.chassis.bad_input import VERDICT_VARIABLE
 from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
-from areal.model_directory import serving_dtype
+from areal.model_directory import RouteShape, serving_dtype
 from areal.security import Security
 from areal.weights.served_adapters import AT_ONCE, served_adapters
 from areal_launch.clusters.base import Placement
@@ -36,6 +36,7 @@ _SERVICES = {
 }
 
 _MEMORY = "mem-fraction-static"
+_ROUTES = "enable-return-routed-experts"
 """SGLang's flag for the part of a GPU's free memory that weights and cache take."""
 
 
@@ -242,9 +243,12 @@ class _Planner:
             arguments["max-loras-per-batch"] = str(AT_ONCE)
             modules = ("--lora-target-modules", *adapters.modules)
         turns = command and allocation.sharing is Sharing.ALTERNATING
-        flags: tuple[str, ...] = ("--enable-memory-saver",) if turns else ()
+        flags = ["--enable-memory-saver"] if turns else []
         if adapters is not None:
-            flags += ("--enable-lora",)
+            flags.append("--enable-lora")
+        replays = config.rollout.router_replay and RouteShape.of_folder(Path(config.model.path))
+        if command and replays and not any(_ROUTES in each for each in command):
+            flags.append(f"--{_ROUTES}")
         return ProcessSpec(
             name=name,
             argv=(

@@ -49,22 +49,25 @@ class Answer:
         count: Sequences that were asked for; the events of several say which one by an index.
         on_tokens: Called with the index of a sequence and its tokens so far. These tokens are
             kept even if the server fails.
+        routes_bytes: How much longer than MAX_ANSWER_BYTES the body may be, for its routes.
         of_adapter: The request named an adapter, which is that version: every token is of it,
             whatever the server says of itself.
     """
 
-    __slots__ = ("_count", "_on_tokens", "of_adapter", "partial", "version")
+    __slots__ = ("_count", "_most", "_on_tokens", "of_adapter", "partial", "version")
 
     def __init__(
         self,
         version: int,
         count: int = 1,
         on_tokens: Callable[[int, Sequence[int]], None] | None = None,
+        routes_bytes: int = 0,
         *,
         of_adapter: bool = False,
     ) -> None:
         self.of_adapter = of_adapter
         self._on_tokens = on_tokens
+        self._most = MAX_ANSWER_BYTES + routes_bytes
         self.version = version
         self._count = count
         self.partial: dict[int, bytes] = {}
@@ -79,12 +82,12 @@ class Answer:
         if http.content_type == "text/event-stream":
             return await self._last_events(http)
         length = http.content_length
-        if length is not None and length <= MAX_ANSWER_BYTES:
+        if length is not None and length <= self._most:
             return await http.read()
         whole = bytearray()
         async for part in http.content.iter_any():
             whole += part
-            _check_size(whole)
+            self._check_size(whole)
         return bytes(whole)
 
     async def _last_events(self, http: aiohttp.ClientResponse) -> bytes:
@@ -112,7 +115,7 @@ class Answer:
                     if self._on_tokens is not None and index >= 0:
                         self._on_tokens(index, tokens_of(event))
             seen = len(buffer)
-            _check_size(buffer)
+            self._check_size(buffer)
         raise ServerError("the stream ended before [DONE]")
 
     def _index(self, event: bytes) -> int:
@@ -132,7 +135,6 @@ class Answer:
             raise ServerError(f"the stream ended without sequence {missing[0]}")
         return b"[" + b",".join(newest[index] for index in range(self._count)) + b"]"
 
-
-def _check_size(body: bytearray) -> None:
-    if len(body) > MAX_ANSWER_BYTES:
-        raise ServerError(f"answer longer than {MAX_ANSWER_BYTES} bytes")
+    def _check_size(self, body: bytearray) -> None:
+        if len(body) > self._most:
+            raise ServerError(f"answer longer than {self._most} bytes")

@@ -46,6 +46,7 @@ from areal_rollout.generation.protocol import (
     refusal,
     request_body,
 )
+from areal_rollout.generation.routes import MAX_CALL_BYTES, RouteReader, Routing
 from areal_rollout.generation.routing import Server
 from areal_rollout.generation.server_table import ServerTable, give_up
 
@@ -117,6 +118,7 @@ class SGLangClient:
         """
         self.table = table
         self.limits = limits
+        self._routes = None if limits.routes is None else RouteReader(limits.routes)
         self._report = report
         self._observer = observer
         self._request_timeout_s = request_timeout_s
@@ -318,6 +320,7 @@ class SGLangClient:
         # The number first: SGLang aborts by prefix, so no id may begin another.
         tail = f"{self._name}-{request.rid or 'areal'}"
         rids = [f"{next(self._numbers)}-{tail}" for _ in responses]
+        routing = self._routes.ask(request, responses, most) if self._routes else None
         body = request_body(
             request,
             responses,
@@ -330,22 +333,25 @@ class SGLangClient:
                 most - min(len(response.output_tokens) for response in responses),
                 on_tokens is not None,
             ),
+            routing=routing,
         )
         began = time.monotonic()
         adapter, sampled_by = server.adapter, server.version if server.adapter else None
-        answer = Answer(server.version, len(responses), on_tokens, of_adapter=bool(adapter))
+        more = MAX_CALL_BYTES if routing else 0
+        answer = Answer(server.version, len(responses), on_tokens, more, of_adapter=bool(adapter))
         scope = asyncio.timeout_at(deadline)
         self._running[rids[0]] = (server, scope, rids)
         server.running.add(scope)
         try:
             async with scope:
                 raw = await self._exchange(server, body, answer)
+            vocab_size = self.limits.vocab_size
             finished = append_answers(
-                responses, raw, min_version, self.limits.vocab_size, sampled_by=sampled_by
+                responses, raw, min_version, vocab_size, routing, sampled_by=sampled_by
             )
             trace.finished(finished)
         except BaseException as error:
-            self._salvage(responses, answer, server, min_version)
+            self._salvage(responses, answer, server, min_version, routing)
             if isinstance(error, ServerBusy):
                 self.table.failed(server)
                 raise
@@ -401,7 +407,12 @@ class SGLangClient:
         return error
 
     def _salvage(
-        self, responses: Sequence[LLMResponse], answer: Answer, server: Server, min_version: int
+        self,
+        responses: Sequence[LLMResponse],
+        answer: Answer,
+        server: Server,
+        min_version: int,
+        routing: Routing | None,
     ) -> None:
         """Keeps what a broken stream has brought."""
         kept = 0
@@ -413,6 +424,7 @@ class SGLangClient:
                     answer.version,
                     min_version,
                     self.limits.vocab_size,
+                    routing,
                     sampled_by=answer.version if answer.of_adapter else None,
                 )
         except (ServerError, IndexError) as error:
@@ -489,6 +501,7 @@ def _restart(responses: Sequence[LLMResponse]) -> None:
         response.output_logprobs.clear()
         response.output_versions.clear()
         response.servers.clear()
+        response.routed_experts = None
 
 
 def _count_interruption(responses: Sequence[LLMResponse]) -> None:

@@ -12,7 +12,9 @@ import orjson
 
 from areal import images
 from areal.errors import InvalidInput, PromptTooLong
+from areal.model_directory import RouteShape
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal_rollout.generation.routes import Routing
 
 _FINAL = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
@@ -35,6 +37,9 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     model: str = ""
     """Its name, for traces."""
+    routes: RouteShape | None = None
+    """Of a mixture of experts whose servers are asked which experts they chose; None: they are
+    not."""
 
     def room(self, prompt: int) -> int:
         """Returns how many tokens may follow a prompt of that length; below 1: it is too long.
@@ -111,6 +116,7 @@ def request_body(
     most: int,
     stream_interval: int,
     adapter: str = "",
+    routing: Routing | None = None,
 ) -> bytes:
     """The body of /generate for what is left of some answers to one prompt.
 
@@ -127,6 +133,7 @@ def request_body(
         stream_interval: Tokens between two events; 0: no stream.
         adapter: Name of the adapter to compute with: a server that holds several versions as
             adapters computes with version 0 if none is named. Empty: the server's weights.
+        routing: Routes to ask for.
     """
     prompts = [[*request.input_ids, *response.output_tokens] for response in responses]
     sampled = [len(response.output_tokens) for response in responses]
@@ -144,6 +151,7 @@ def request_body(
         {
             **seen,
             **({"lora_path": adapter} if adapter else {}),
+            **(routing.fields if routing else {}),
             "rid": rids[0] if single else rids,
             "input_ids": prompts[0] if single else prompts,
             "extra_key": extra_key,
@@ -159,6 +167,7 @@ def append_answers(
     raw: bytes,
     min_version: int,
     vocab_size: int,
+    routing: Routing | None = None,
     *,
     sampled_by: int | None = None,
 ) -> list[str]:
@@ -169,6 +178,7 @@ def append_answers(
         raw: Body of the answer: an object for one response, else an array of them.
         min_version: A token of an older version means that the server lied about its own.
         vocab_size: Token ids are below it.
+        routing: Routes that were asked for; None: none were.
         sampled_by: Version of the adapter that the request named, which sampled every token,
             whatever the server meanwhile says of itself; None: the answer says which did.
 
@@ -193,8 +203,10 @@ def append_answers(
         segments = [_Segment.read(answer, vocab_size, sampled_by) for answer in answers]
     for segment in segments:
         segment.check(min_version)
-    for response, segment in zip(responses, segments, strict=True):
+    for response, segment, answer in zip(responses, segments, answers, strict=True):
         segment.append_to(response)
+        if routing is not None:
+            routing.add(response, answer)
     return [segment.finish for segment in segments]
 
 
@@ -211,6 +223,7 @@ def append_event(
     version: int,
     min_version: int,
     vocab_size: int,
+    routing: Routing | None = None,
     *,
     sampled_by: int | None = None,
 ) -> int:
@@ -222,6 +235,7 @@ def append_event(
         version: The version that sampled its tokens; the last event states it itself.
         min_version: As in `append_answers`.
         vocab_size: As there.
+        routing: As there.
         sampled_by: As there.
 
     Returns:
@@ -239,6 +253,8 @@ def append_event(
             segment = _Segment("abort", tokens, logprobs, [version] * len(tokens))
     segment.check(min_version)
     segment.append_to(response)
+    if routing is not None:
+        routing.add(response, answer)
     return len(segment.tokens)
 
 

@@ -14,6 +14,8 @@ A batch is a plain `dict[str, torch.Tensor]`:
     proximal_logprobs, reference_logprobs, advantages, returns, values   f32 [T], added later
     teacher_ids        int64 [T, k]  optional: a teacher's k most likely ids for position t
     teacher_logprobs   f32   [T, k]  optional: logprobs of `teacher_ids` under the teacher
+    routed_experts     int16 [T, layers, k]  optional: the experts that the server chose for token
+                                     t; -1: not known
     chosen             bool  [S]     optional: true on the preferred sequence of a pair; a pair
                                      is a group and stays in one micro-batch
     pixel_values, image_grid_thw, image_group    optional: see `areal_torch.algorithms.images`
@@ -47,10 +49,13 @@ import torch
 from torch import Tensor
 
 from areal.errors import InvalidInput
-from areal.types import StopReason, TrajectoryGroup
+from areal.types import StopReason, Trajectory, TrajectoryGroup
 from areal_torch.algorithms import images
 
 Batch = dict[str, Tensor]
+
+ROUTES = "routed_experts"
+"""The key of the server's choice of experts, which the policy's forward passes replay."""
 
 SEQUENCE_KEYS = frozenset({"group_index", "truncated", "bootstrap_values", "chosen"})
 """Keys with one entry per sequence, as have those that begin with `sequence_`; all others except
@@ -76,6 +81,7 @@ _DTYPES = {
     "group_index": torch.int64,
     "truncated": torch.bool,
     "teacher_ids": torch.int64,
+    ROUTES: torch.int16,
 }
 _TRAJECTORY_KEYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rewards")
 
@@ -172,7 +178,24 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> Batch:
     batch["truncated"] = torch.tensor(
         [each.finish_reason in {StopReason.LENGTH, StopReason.ABORT} for each in trajectories]
     )
-    return batch
+    routes = _routes(trajectories, int(batch["cu_seqlens"][-1]))
+    return batch if routes is None else {**batch, ROUTES: routes}
+
+
+def _routes(trajectories: Sequence[Trajectory], total: int) -> Tensor | None:
+    """The experts of each token, int16 [total, layers, k], -1 where they are not known."""
+    having = [each.routed_experts for each in trajectories if each.routed_experts is not None]
+    if not having:
+        return None
+    # Widened before the copy: int16 has room for -1 and for 32767 experts.
+    routes = np.full((total, *having[0].shape[1:]), -1, dtype=np.int16)
+    start = 0
+    for each in trajectories:
+        known = each.routed_experts
+        if known is not None and known.shape[1:] == routes.shape[1:]:
+            routes[start : start + len(known)] = known
+        start += len(each.input_ids)
+    return torch.from_numpy(routes)
 
 
 def _empty_batch() -> Batch:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -125,10 +125,14 @@ class FSDPEngine(TrainEngine):
             hf.requires_grad_(False)
         kernel = dispatch.choose(hf, config.attn_impl, self.device, compute)
         chunk = budget.chunk if budget else memory.frozen_chunk(config, hf, self.device)
-        heeding = recurrent.choose(
-            hf, decoder_of(hf), self.device, compute, trains=config.optimizer is not None
+        trains = config.optimizer is not None
+        model = PackedCausalLM(
+            hf,
+            kernel=kernel,
+            chunk_elements=chunk,
+            boundaries=recurrent.choose(hf, decoder_of(hf), self.device, compute, trains=trains),
+            replays=trains and not config.scalar,
         )
-        model = PackedCausalLM(hf, kernel=kernel, chunk_elements=chunk, boundaries=heeding)
         memory.use_kernels(hf, decoder_layers(hf), kernels, self.device)
         offload = config.offload
         self._sharded = (
@@ -268,9 +272,11 @@ class FSDPEngine(TrainEngine):
     def read(self, batch: Batch, head: Head | None = None) -> tuple[Tensor, Tensor]:
         return self.step.read(batch, head or LogprobHead())
 
-    def without_adapters(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
         """Context in which the model computes without its LoRA adapters."""
-        return lora.switched_off(self.model.hf)
+        with lora.switched_off(self.model.hf), self.model.routes.switched_off():
+            yield
 
     def reduce_stats(self, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
         return reduce_scalars(sums, self.mesh.data_group)

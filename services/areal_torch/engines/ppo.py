@@ -32,6 +32,7 @@ _FORWARD = ("recompute", "unweighted")
 # Statistics of minibatches that add up; all others are averaged (or maximized, `_max`).
 _ADDED = frozenset(
     {"n_tokens", "n_loss_tokens", "n_micro_batches", "skipped_steps", "seconds"}
+    | {"unrouted_sequences"}
     | {"forward_seconds", "backward_seconds", "optimizer_seconds"}
 )
 
@@ -186,7 +187,9 @@ class PPOActor:
             averaged over minibatches by loss tokens (`behavior_weight`: over those that are kept;
             `kl`, with `kl_loss_ctl`: the estimate against the reference),
             `mismatch/kl` and `mismatch/max` of the first minibatch (see `behavior.mismatch`; absent
-            if the current version sampled no sequence in it completely), and `reward`,
+            if the current version sampled no sequence in it completely), with a mixture of experts
+            `routed_ratio` (share of tokens computed with the server's choice) and
+            `unrouted_sequences` (how many have none), and `reward`,
             `response_tokens` (means over sequences), `reward_std`, `reward_lowest`,
             `reward_highest`, `response_tokens_max`, `truncated` (share of sequences without an
             end), `groups_zero_std` (share of groups whose rewards are all equal; groups of one

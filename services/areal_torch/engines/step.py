@@ -79,6 +79,10 @@ class _Gathered:
     flops: float = 0.0
     micro_batches: int = 0
     bad_logprobs: Tensor | int = 0
+    routed: int = 0
+    """Tokens whose experts are those that the server chose."""
+    unrouted: int = 0
+    """Sequences without any such token."""
 
 
 class TrainStep:
@@ -157,6 +161,9 @@ class TrainStep:
         self._gathered = so_far = self._gathered or _Gathered()
         so_far.batch = batch
         so_far.tokens += len(batch["input_ids"])
+        routed, unrouted = self.model.routes.count(batch)
+        so_far.routed += routed
+        so_far.unrouted += unrouted
         so_far.flops += self.work.flops(batch["cu_seqlens"], count_loss_tokens(batch))
         try:
             micro_batches = self._micro_batches(batch)
@@ -211,8 +218,10 @@ class TrainStep:
         if self._gathered is None:
             raise InvalidInput("nothing is accumulated: expected accumulate() before apply()")
         done, self._gathered = self._gathered, None
+        mine = {"weight": done.weight, "tokens": done.tokens}
+        mine |= {"routed": done.routed, "unrouted": done.unrouted}
         counts = reduce_scalars(
-            {"weight": float(done.weight), "tokens": float(done.tokens)}, self._mesh.data_group
+            {name: float(value) for name, value in mine.items()}, self._mesh.data_group
         )
         total_weight = counts["weight"]
         with self._phases("optimizer"):
@@ -250,6 +259,9 @@ class TrainStep:
             **slowest,
             "tokens_per_second": counts["tokens"] / slowest["seconds"],
         }
+        if self.model.routes.mixture and "behavior_logprobs" in done.batch:
+            result["routed_ratio"] = counts["routed"] / max(counts["tokens"], 1.0)
+            result["unrouted_sequences"] = counts["unrouted"]
         if self._peak_flops is not None:
             result["mfu"] = flops / slowest["seconds"] / dist.get_world_size() / self._peak_flops
         return result

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,6 +23,7 @@ from tests.unit.areal_torch.engines.tiny_families import saved
 from tools.gen_models import RIGHT
 
 from areal.weights.manifest import build_manifest
+from areal_inference.api import Limits, RequestError, parse_generate, render
 from areal_inference.config import InferenceConfig
 from areal_inference.frontend import read_model
 from areal_inference.model import plain_cache
@@ -28,6 +31,7 @@ from areal_inference.model.config import ModelConfig, ModelError
 from areal_inference.model.plain import PlainConfig, PlainModel
 from areal_inference.model.weights import WeightError, load_weights
 from areal_torch.engines.model import guards
+from areal_torch.engines.model.routes import Routes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # One of each kind of layer and of checkpoint.
@@ -372,3 +376,58 @@ def test_model_when_transformers_cannot_compute_it_then_one_line_says_so(tmp_pat
     with pytest.raises(ModelError, match=r"cannot compute it: mat1 and mat2 .*$") as caught:
         PlainModel(*read(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def chosen_by(hf, request):
+    """The experts that transformers chooses for a whole sequence, [tokens - 1, layers, k]."""
+    routes = Routes(hf, guards.decoder_of(hf))
+    ids = torch.tensor([request.input_ids + request.output_ids[:-1]])
+    with torch.inference_mode(), routes.recorded() as chosen:
+        hf(input_ids=ids, use_cache=False)
+    return torch.stack([chosen[layer] for layer in range(routes.layers)], 1).numpy()
+
+
+def test_routes_when_they_are_asked_for_then_they_are_those_of_the_whole_sequence(tmp_path):
+    hf = saved("qwen3_moe", tmp_path)
+    scheduler = serve(tmp_path, max_running=4)
+    shared = ask([5, 6, 7, 8], 6, seed=1, routed_from=0)
+    others = [
+        ask([5, 6, 7, 8], 9, seed=2, routed_from=0),  # shares its prompt
+        ask([9], 5, seed=3, routed_from=0),
+        ask([3, 4, 5], 4, seed=4),
+        ask([8, 7, 6, 5, 4], 3, seed=5, routed_from=2),  # waits for a row
+    ]
+    for each in (shared, *others):
+        scheduler.submit(each)
+    scheduler.step()
+    scheduler.step()
+    scheduler.pause("retract")
+    scheduler.resume()
+    finish(scheduler)
+    for each in (shared, *others):
+        if each.routed_from is None:
+            assert each.routes == []
+        else:
+            assert np.array_equal(np.stack(each.routes), chosen_by(hf, each))
+
+
+def test_routes_when_rendered_then_as_sglang_says_them(tmp_path):
+    saved("qwen3_moe", tmp_path)
+    scheduler = serve(tmp_path)
+    body = {
+        "input_ids": [5, 6, 7, 8],
+        "sampling_params": {"max_new_tokens": 3, "ignore_eos": True},
+        "return_routed_experts": True,
+        "routed_experts_start_len": 2,
+    }
+    limits = Limits(
+        vocab_size=96, context_length=100, max_total_tokens=1000, eos_token_ids=frozenset()
+    )
+    call = parse_generate(body, limits, None)
+    scheduler.submit(call.requests[0])
+    finish(scheduler)
+    said = render(call.requests[0], call, None)["meta_info"]["routed_experts"]
+    found = np.frombuffer(base64.b64decode(said), "<i4").reshape(-1, 4, 2)
+    assert np.array_equal(found, np.stack(call.requests[0].routes)[2:])
+    with pytest.raises(RequestError, match="routed_experts_start_len"):
+        parse_generate({**body, "routed_experts_start_len": 5}, limits, None)

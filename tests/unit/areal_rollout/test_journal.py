@@ -1,5 +1,6 @@
 import zlib
 
+import numpy as np
 import pytest
 
 from areal.protocol.trajectories import GroupCodec
@@ -40,6 +41,36 @@ def test_journal_when_decoded_then_bit_for_bit_what_was_encoded():
     assert first.stop_reason is StopReason.STOP
     assert kept[digest, 1].stop_reason is StopReason.ABORT
     assert kept[digest, 1].interruptions == 2
+
+
+def routed(count, rows):
+    answer = response(count)
+    shape = (rows, 3, 2)
+    answer.routed_experts = np.random.default_rng(0).integers(0, 255, shape).astype(np.uint8)
+    return answer
+
+
+def test_journal_when_a_call_has_routes_then_they_come_back():
+    given = routed(5, 6)
+    kept = decode(encode([(request(), given)], 1 << 20), 1 << 20)
+    found = kept[request_digest(request()), 0].routed_experts
+    np.testing.assert_array_equal(found, given.routed_experts)
+
+
+def test_journal_when_routes_make_it_too_long_then_it_is_kept_without_them():
+    call = (request(), routed(5, 300))
+    assert len(encode([call], 1 << 20)) > 1000
+    (found,) = decode(encode([call], 1000), 1000).values()
+    assert found.output_tokens == response(5).output_tokens
+    assert found.routed_experts is None
+
+
+def test_journal_when_routes_are_broken_then_it_is_no_journal_of_ours():
+    journal = pb.Journal()
+    tensor = pb.Tensor(dtype="uint8", shape=[3, 3, 2], data=b"12")
+    journal.calls.add(request_digest="a", stop_reason="stop", routed_experts=tensor)
+    with pytest.raises(ValueError, match="routed_experts"):
+        decode(journal.SerializeToString(), 1000)
 
 
 def test_journal_when_the_first_of_two_equal_calls_got_no_token_then_the_second_keeps_its_place():

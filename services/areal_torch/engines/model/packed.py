@@ -23,6 +23,7 @@ from areal_torch.engines.model.heads import Head
 from areal_torch.engines.model.layer_types import chunk_sizes
 from areal_torch.engines.model.positions import count_in_sequences
 from areal_torch.engines.model.recurrent import RecurrentLayers
+from areal_torch.engines.model.routes import Routes
 
 
 class PackedCausalLM(nn.Module):
@@ -35,6 +36,7 @@ class PackedCausalLM(nn.Module):
         kernel: str,
         chunk_elements: int,
         boundaries: Mapping[type, str] | None = None,
+        replays: bool = True,
     ) -> None:
         """Wrap `hf`.
 
@@ -43,6 +45,7 @@ class PackedCausalLM(nn.Module):
             kernel: the attention kernel, from `dispatch.choose`.
             chunk_elements: largest logits tensor.
             boundaries: from `recurrent.choose`; None: no layer's kernels heed them.
+            replays: take the experts that a batch's routes name; false: routers always choose.
 
         Raises:
             InvalidInput: the architecture cannot be computed on packed sequences.
@@ -63,6 +66,8 @@ class PackedCausalLM(nn.Module):
         guards.freeze_towers(hf)
         count_in_sequences(guards.decoder_of(hf))
         self.recurrent = RecurrentLayers(hf, guards.decoder_of(hf), boundaries or {})
+        self.routes = Routes(hf, guards.decoder_of(hf))
+        self.routes.off = not replays
         self._placeholders = torch.tensor(guards.placeholders(hf.config), dtype=torch.int64)
 
     def check_images(self, batch: Batch, ranks_per_share: int) -> None:
@@ -121,15 +126,17 @@ class PackedCausalLM(nn.Module):
         """
         self._check_lengths(layout.longest)
         attention: dict[str, Any] = {"packed_layout": layout}
-        input_ids, positions = batch["input_ids"][layout.computed], layout.position_ids
+        computed, positions = layout.computed, layout.position_ids
         if self.context is not None:
-            attention |= {"context": self.context, "tokens": len(input_ids)}
-            input_ids, positions = self.context.cut(input_ids), self.context.cut(positions)
+            attention |= {"context": self.context, "tokens": len(computed)}
+            computed, positions = self.context.cut(computed), self.context.cut(positions)
+        input_ids, routes = batch["input_ids"][computed], self.routes.of(batch)
         inputs: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": positions[None]}
         if seen is not None:
             inputs, nothing = vision.embed(self.hf, input_ids, seen)
             inputs["position_ids"] = seen.position_ids[:, None]
-        with self.recurrent.told(layout):
+        given = None if routes is None else routes[computed]
+        with self.recurrent.told(layout), self.routes.told(given):
             output = guards.decoder_of(self.hf)(
                 **inputs, attention_mask=None, use_cache=False, **attention
             )

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from areal.errors import CannotStart, InvalidInput
 from areal_torch.algorithms import packing
-from areal_torch.algorithms.packing import Batch
+from areal_torch.algorithms.packing import ROUTES, Batch
 from areal_torch.engines.model.attention.dispatch import in_a_line
 from areal_torch.engines.model.guards import (
     decoder_of,
@@ -66,6 +66,8 @@ class SelfTest:
     """Mean over tokens."""
     tolerance: float
     seconds: float
+    replays_routes: bool = False
+    """Whether the model takes the server's choice of experts; see `model.routes`."""
 
 
 def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype) -> SelfTest:
@@ -120,7 +122,37 @@ def _compare(
             f"logprobs differ by {result.difference:.2g} nats a token from those of each sequence "
             f"alone, more than {result.tolerance:g} ({result.dtype}, {model.kernel} attention)",
         )
-    return result
+    routes = model.routes
+    if routes.off or not routes.routers:
+        return result
+    _test_routes(model, batch, result.tolerance)
+    return replace(result, replays_routes=not routes.refused)
+
+
+def _test_routes(model: PackedCausalLM, batch: Batch, tolerance: float) -> None:
+    """Replay the routers' own choice, and another; a model that ignores either replays nothing."""
+    routes = model.routes
+    with routes.recorded() as chosen:
+        free = _packed(model, batch)
+    tested = [layer for layer in routes.routers if layer in chosen]
+    if not tested:
+        routes.refused = "none of its routers chose with topk over all experts"
+        return
+    layout = model.plan(batch, share_prefixes=True)
+    count, device = routes.experts, batch["input_ids"].device
+    shape = (len(batch["input_ids"]), routes.layers, chosen[tested[0]].shape[1])
+    own = torch.full(shape, -1, dtype=torch.int16, device=device)
+    for layer in tested:
+        found = model.context.whole(chosen[layer]) if model.context else chosen[layer]
+        own[:, layer] = found[layout.locate].to(torch.int16)
+    routes.chosen = shape[2]
+    other = torch.where(own < 0, own, (own + 1) % count)
+    same, changed = (_packed(model, {**batch, ROUTES: each}) for each in (own, other))
+    off, moved = (float((each - free).abs().mean()) for each in (same, changed))
+    if not off <= tolerance:
+        routes.refused = f"its own choice, replayed, changes logprobs by {off:.2g} nats a token"
+    elif shape[2] < count and not moved > 0:
+        routes.refused = "another choice, replayed, changes nothing"
 
 
 def _batch(vocabulary: int, reserved: Sequence[int]) -> Batch:

@@ -32,6 +32,7 @@ from areal.errors import InvalidInput
 from areal.memory_estimate import GIB, ModelShape, Need, Setting
 from areal_torch.engines.model import guards
 from areal_torch.engines.model.recurrent import modules_of
+from areal_torch.engines.model.routes import routers_of
 from areal_torch.engines.parallel.mesh import Mesh, reduce_scalars
 
 
@@ -190,6 +191,8 @@ def use_kernels(
         guards.use_attention(hf, apart)
         for _, module in modules_of(guards.decoder_of(hf)):
             module.forward = disable(module.forward, reason="the layout varies")
+        for router in routers_of(hf, guards.decoder_of(hf)).values():
+            router.forward = disable(router.forward, reason="the routes vary")
         layer: Any
         for layer in layers:
             if getattr(layer, "gradient_checkpointing", False):

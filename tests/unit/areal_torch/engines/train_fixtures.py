@@ -35,6 +35,16 @@ def make_batch(seed=0, groups=5, per_group=3, vocabulary=261, longest=14, **keys
     return {**batch, **keys}
 
 
+def routes_of(batch, seed, layers, experts, chosen):
+    """Make random routes that agree on common prompts, int16 [T, layers, k]."""
+    g = torch.Generator().manual_seed(seed)
+    groups = batch["group_index"][packing.sequence_index(batch["cu_seqlens"])]
+    # One table a group: its sequences have the same routes where they have the same tokens.
+    shape = (int(groups.max()) + 1, int(batch["cu_seqlens"].diff().max()), layers, experts)
+    table = torch.rand(shape, generator=g).argsort(-1)[..., :chosen].short()
+    return table[groups, packing.position_ids(batch["cu_seqlens"])]
+
+
 def weighted_loss(logprobs, entropies, batch):
     """A loss whose gradient differs from token to token."""
     weight = torch.cos(batch["input_ids"].to(logprobs.dtype)) + 1.5

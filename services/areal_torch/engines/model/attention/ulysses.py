@@ -48,6 +48,12 @@ class Context:
         padding = count * self.size - len(values)
         return torch.nn.functional.pad(values, (0, padding))[first : first + count]
 
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the values of all ranks' tokens in order [U, ...], and what follows the end."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts)
+
     def sum_parts(self, part: Tensor) -> Tensor:
         """Sum the values of all ranks; the gradient of the sum is that of each part."""
         apply: Callable[..., Tensor] = _SumOfParts.apply
