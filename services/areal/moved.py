@@ -1,6 +1,6 @@
-"""Former names of the torch half: `areal.engines.sft` is `areal_torch.engines.sft` since 0.3.
+"""Former names of modules: `areal.engines.sft` is `areal_torch.engines.sft` since 0.3.
 
-Recipes import such modules. A recipe from before the move gets the same module, and one warning
+Recipes import some of them. A recipe from before the move gets the same module, and one warning
 that names the new place. The former names go in 0.4, and this file with them.
 """
 
@@ -17,7 +17,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-_MOVED = ("areal.algorithms", "areal.engines", "areal.models")
+_MOVED = {
+    "areal.engines.parallel.estimate": "areal.memory_estimate",
+    "areal.models.directory": "areal.model_directory",
+    "areal.rewards.sandbox": "areal.sandbox",
+    "areal.algorithms": "areal_torch.algorithms",
+    "areal.engines": "areal_torch.engines",
+    "areal.models": "areal_torch.models",
+}
+
+
+def _present(name: str) -> str:
+    """The present name of a module, or "" if it has not moved."""
+    for former, present in _MOVED.items():
+        if name == former or name.startswith(former + "."):
+            return present + name.removeprefix(former)
+    return ""
 
 
 class _Moved(MetaPathFinder, Loader):
@@ -26,13 +41,11 @@ class _Moved(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith(_MOVED):
-            return None
-        return ModuleSpec(fullname, self)
+        return ModuleSpec(fullname, self) if _present(fullname) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        present = "areal_torch" + spec.name.removeprefix("areal")
-        if spec.name not in _MOVED:
+        present = _present(spec.name)
+        if spec.name not in ("areal.algorithms", "areal.engines", "areal.models"):
             text = f"{spec.name} is {present} since 0.3; the former name goes in 0.4"
             warnings.warn(text, FutureWarning, stacklevel=2)
         module = importlib.import_module(present)
