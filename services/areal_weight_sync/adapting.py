@@ -87,7 +87,7 @@ async def unload_others(engine: Engine, keep: Collection[str], server_id: str) -
     Each one that stayed would take memory until the server has none. A failure is logged: the next
     version tries again.
     """
-    log = get_logger("areal.weight_sync.adapting").bind(server=server_id)
+    log = get_logger(__name__).bind(server=server_id)
     try:
         for name in await engine.adapters():
             if name not in keep and parse_version_dir(name) is not None:

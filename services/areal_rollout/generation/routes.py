@@ -53,7 +53,7 @@ class RouteReader:
     def __init__(self, shape: RouteShape) -> None:
         """`shape`: that of the model that servers have."""
         self._shape = shape
-        self._log = get_logger("areal_rollout.generation.routes")
+        self._log = get_logger(__name__)
         self._said: set[str] = set()
 
     def ask(

@@ -151,7 +151,7 @@ class FSDPPPOActor:
         if beside := trained_beside(self.engine.model.hf):
             why = why or f"{beside[0]} is trained whole"
         if self.session.rank == 0:
-            log = get_logger("areal_torch.engines.ppo_actor")
+            log = get_logger(__name__)
             log.info("lora_published", form="merged" if why else "adapter", cause=why)
         return not why
 

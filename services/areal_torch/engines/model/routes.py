@@ -115,7 +115,7 @@ class Routes:
             return routes
         if not self._warned:
             self._warned = True
-            get_logger("areal_torch.engines.routes").warning(
+            get_logger(__name__).warning(
                 "routes_not_replayed", architecture=self._family, cause=cause
             )
         return None
