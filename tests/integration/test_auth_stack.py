@@ -198,7 +198,7 @@ def inference_routes() -> list[tuple[str, str]]:
 
     # The routes are made before anything of the service is used.
     service = SimpleNamespace(
-        config=SimpleNamespace(command_timeout_s=1.0),
+        config=SimpleNamespace(command_timeout_s=1.0, enable_lora=True),
         model=None,
         encode=lambda: None,
         decode=lambda: None,

@@ -348,7 +348,7 @@ def inference_routes() -> list[tuple[str, list[str]]]:
     """Every route of the engine's application, which has no OpenAPI document."""
     service = SimpleNamespace(
         model=None,
-        config=SimpleNamespace(command_timeout_s=1.0),
+        config=SimpleNamespace(command_timeout_s=1.0, enable_lora=True),
         encode=lambda: None,
         decode=lambda: None,
     )
