@@ -58,7 +58,7 @@ MINIATURES = {
     "guess_number": f"{_INTEGRATION}/test_environment_recipe.py::test_guess_number_when_run_then_"
     "each_guess_is_an_answer_of_one_trajectory",
     "lora_grpo": f"{_INTEGRATION}/test_lora_recipe.py::test_lora_grpo_when_run_then_servers_have_"
-    "what_peft_merges",
+    "what_peft_merges[adapter]",
     "multi_turn_math": f"{_TURNS}::test_multi_turn_math_when_run_then_late_answers_are_discounted_"
     "and_feedback_is_not_trained",
     "on_policy_distill": f"{_SEEING}::test_on_policy_distill_when_the_teacher_is_served_then_its_"
