@@ -125,7 +125,11 @@ def test_process_when_it_may_import_a_package_then_its_image_has_it(package: str
 
 
 def test_services_when_listed_then_each_has_an_image() -> None:
-    assert {name for name in LAYER if "." not in name} == set(OURS) - {"areal", "areal_launch"}
+    assert {name for name in LAYER if "." not in name} == set(OURS) - {
+        "areal",
+        "areal_launch",
+        "areal_torch",
+    }
 
 
 def test_control_when_locked_then_it_has_nothing_of_the_command_nor_of_other_services() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
@@ -35,7 +36,14 @@ def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.opti
 
     A state's decay is exp(-exp(A_log) dt), and Mamba 1 has a matrix of A_log: pulled to 0, it would
     change how long each layer remembers, whatever the loss says.
+
+    Raises:
+        RuntimeError: the model is gathered, so the optimizer would update copies of its weights.
     """
+    if isinstance(model, FSDPModule) and not all(
+        isinstance(p, DTensor) for p in model.parameters() if p.requires_grad
+    ):
+        raise RuntimeError("the model is gathered: expected reshard() before its optimizer is made")
     decays = {id(p) for name, p in model.named_parameters() if name.endswith(_STATE_DECAYS)}
     matrices = {id(p) for p in _matrices(model)} if config.type == "muon" else set[int]()
     # Fused AdamW takes tensors of one mesh at a time.

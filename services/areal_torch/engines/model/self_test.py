@@ -82,8 +82,13 @@ def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype)
         InvalidInput: they differ, or the model asks for what its attention does not compute.
         CannotStart: it does not run at all, such as with a version that lacks an argument.
     """
-    with _first_layers(model) as layers, _short_spans(model.hf):
-        return _compare(model, device, compute, layers)
+    try:
+        with _first_layers(model) as layers, _short_spans(model.hf):
+            return _compare(model, device, compute, layers)
+    finally:
+        # A forward pass leaves embedding and head gathered, and the optimizer would update copies.
+        if isinstance(model, FSDPModule):
+            model.reshard()
 
 
 def _compare(
@@ -203,8 +208,6 @@ def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
                 parts.append(logprobs_of(logits, ids[1:], 1.0)[0])
     finally:
         use_attention(hf, packed)
-        if isinstance(model, FSDPModule):
-            model.reshard()
     return torch.cat(parts)
 
 

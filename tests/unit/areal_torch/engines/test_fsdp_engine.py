@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from tests.unit.areal_torch.engines.hub_families import make_family
 from tests.unit.areal_torch.engines.train_fixtures import (
     assert_gradients_close,
     gradients,
@@ -21,6 +22,7 @@ from areal_torch.engines.checkpoint import stager_for
 from areal_torch.engines.fsdp import FSDPEngine
 from areal_torch.engines.model.heads import LogprobHead, logprobs_of
 from areal_torch.engines.model.source import load_model
+from areal_torch.engines.optimizer import make_optimizer
 
 
 @pytest.fixture
@@ -30,7 +32,8 @@ def make_engine(model_dir):
     def make(**options):
         steps = options.pop("total_train_steps", None)
         options.setdefault("optimizer", OptimizerConfig(lr=1e-3))
-        engine = FSDPEngine(TrainEngineConfig(path=str(model_dir), **options))
+        options.setdefault("path", str(model_dir))
+        engine = FSDPEngine(TrainEngineConfig(**options))
         engine.initialize(steps)
         engines.append(engine)
         return engine
@@ -371,3 +374,23 @@ def test_save_checkpoint_when_it_is_done_then_its_files_are_described(make_engin
     assert json.loads(described.read_text()) == files
     held = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
     assert engine.checkpoint_bytes() <= held < 1.1 * engine.checkpoint_bytes() + 2**20
+
+
+def test_optimizer_when_it_is_made_of_a_gathered_model_then_refused(make_engine):
+    """It would update copies of embedding and head, and the weights themselves would stay."""
+    engine = make_engine(fsdp_at_world_size_1=True)
+    engine.model.unshard()
+    with pytest.raises(RuntimeError, match=r"expected reshard\(\) before its optimizer"):
+        make_optimizer(engine.model, OptimizerConfig())
+    engine.model.reshard()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_train_batch_when_sharded_then_every_weight_changes(make_engine, tmp_path, kind):
+    engine = make_engine(path=str(make_family(kind, tmp_path)), fsdp_at_world_size_1=True)
+    before = {name: tensor.clone() for name, tensor in engine.iter_full_tensors()}
+    batch = make_batch()
+    batch["input_ids"] %= engine.model.vocab_size
+    engine.train_batch(batch, weighted_loss)
+    same = [name for name, value in engine.iter_full_tensors() if torch.equal(value, before[name])]
+    assert same == []
