@@ -177,12 +177,15 @@ class Security:
 
         It is ours, then the previous one, then what the files contain by now.
         """
-        for read in (lambda: True, self._read_again):
-            read()
-            for token in (self.token, self.previous_token):
-                if token and token not in refused:
-                    return token
-        return ""
+        known = self._unrefused(refused)
+        if not known:
+            self._read_again()
+            known = self._unrefused(refused)
+        return known
+
+    def _unrefused(self, refused: Collection[str]) -> str:
+        ours = (self.token, self.previous_token)
+        return next((each for each in ours if each and each not in refused), "")
 
     def _read_again(self) -> bool:
         """Whether the files contain other tokens than before; at most once a second.
