@@ -11,7 +11,8 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ TOKEN_VARIABLE = "AREAL_TOKEN"  # noqa: S105 - a name, not a secret
 PREVIOUS_VARIABLE = "AREAL_TOKEN_PREVIOUS"
 REDIS_VARIABLE = "AREAL_REDIS_PASSWORD"
 NATS_VARIABLE = "AREAL_NATS_TOKEN"
+FOLDER_VARIABLE = "AREAL_SECURITY_DIR"
 SECRET_VARIABLES = (TOKEN_VARIABLE, PREVIOUS_VARIABLE, REDIS_VARIABLE, NATS_VARIABLE)
 
 _FILES = {
@@ -32,6 +34,8 @@ _FILES = {
 }
 
 MIN_TOKEN_LENGTH = 16
+_LOOK_S = 1.0
+"""Between two looks at the files: wrong tokens cannot keep a process reading."""
 UNAUTHENTICATED = (
     "this endpoint requires a bearer token; the request had none, or a wrong one "
     "(set security.dir or AREAL_TOKEN; `areal token` prints the token of a local stack)"
@@ -55,7 +59,9 @@ class SecurityConfig:
     dir: str = ""
     """Folder of the files with secrets. `token` contains the bearer token of all gRPC and HTTP
     endpoints (16 characters or more). While you rotate it, `token-previous` contains the one
-    before: both are accepted, and a server that refuses the new one is sent the old one.
+    before: both are accepted, and a server that refuses the new one is sent the old one. A process
+    reads these two files again when a token is refused. If this is empty, the environment variable
+    AREAL_SECURITY_DIR can name the folder.
     `redis-password` and `nats-token` are used if the URLs in endpoints.redis and endpoints.nats
     contain no secret. Instead of a file, you can set the environment variable AREAL_TOKEN,
     AREAL_TOKEN_PREVIOUS, AREAL_REDIS_PASSWORD or AREAL_NATS_TOKEN. If there is no token, `areal
@@ -90,9 +96,12 @@ class Tls:
     authorities: bytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Security:
     """The secrets of one process; the default is none at all.
+
+    Tokens from files are read again when one is refused: a process that runs for weeks need not be
+    restarted to learn a new token.
 
     Example:
         >>> Security(token="0123456789abcdef").admits("Bearer 0123456789abcdef")
@@ -106,6 +115,8 @@ class Security:
     nats_token: str = field(default="", repr=False)
     tls: Tls | None = None
     allow_insecure_bind: bool = False
+    _folder: Path | None = field(default=None, repr=False, compare=False)
+    _looked: float = field(default=-_LOOK_S, repr=False, compare=False)
 
     @classmethod
     def load(cls, config: SecurityConfig, environment: Mapping[str, str] = os.environ) -> Security:
@@ -114,22 +125,27 @@ class Security:
         Raises:
             ConfigError: A file cannot be read, or does not hold a valid token.
         """
-        folder = Path(config.dir) if config.dir else None
+        place = config.dir or environment.get(FOLDER_VARIABLE, "")
+        folder = Path(place) if place else None
         if folder and not any((folder / name).is_file() for name in _FILES):
+            key = "security.dir" if config.dir else FOLDER_VARIABLE
             raise ConfigError(
-                f"security.dir {config.dir!r}: expected a folder with files of {', '.join(_FILES)}"
+                f"{key} {place!r}: expected a folder with files of {', '.join(_FILES)}"
             )
         token, previous, redis, nats = (
             _secret(folder and folder / name, variable, environment)
             for name, variable in _FILES.items()
         )
+        file = folder / "token" if folder else None
+        known = file is not None and file.is_file()
         return cls(
-            token=_checked(token, config.token_file or TOKEN_VARIABLE),
+            token=_checked(token, str(file) if known else TOKEN_VARIABLE),
             previous_token=_checked(previous, PREVIOUS_VARIABLE) if token else "",
             redis_password=redis,
             nats_token=nats,
             tls=_tls(config.tls_dir) if config.tls_dir else None,
             allow_insecure_bind=config.allow_insecure_bind,
+            _folder=folder if known else None,
         )
 
     @classmethod
@@ -152,8 +168,43 @@ class Security:
 
         Without a token everything passes. Takes the same time wherever a wrong token differs.
         """
-        if not self.token:
+        if not self.token or self._known(authorization):
             return True
+        return self._read_again() and self._known(authorization)
+
+    def untried(self, refused: Collection[str]) -> str:
+        """Returns the token to present to a server that refused these; "": there is none left.
+
+        It is ours, then the previous one, then what the files contain by now.
+        """
+        known = self._unrefused(refused)
+        if not known:
+            self._read_again()
+            known = self._unrefused(refused)
+        return known
+
+    def _unrefused(self, refused: Collection[str]) -> str:
+        ours = (self.token, self.previous_token)
+        return next((each for each in ours if each and each not in refused), "")
+
+    def _read_again(self) -> bool:
+        """Whether the files contain other tokens than before; at most once a second.
+
+        A file that cannot be read, or holds no token, changes nothing: it may be half written.
+        """
+        now = time.monotonic()
+        if self._folder is None or now - self._looked < _LOOK_S:
+            return False
+        self._looked, before = now, (self.token, self.previous_token)
+        try:
+            found = Security.load(SecurityConfig(dir=str(self._folder)), {})
+        except ConfigError:
+            return False
+        if found.token:
+            self.token, self.previous_token = found.token, found.previous_token
+        return (self.token, self.previous_token) != before
+
+    def _known(self, authorization: str | bytes | None) -> bool:
         given = authorization or b""
         given = given.encode(errors="replace") if isinstance(given, str) else given
         scheme, _, token = given.partition(b" ")

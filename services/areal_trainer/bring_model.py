@@ -48,6 +48,17 @@ def main(
         print(f"areal-trainer: {error}", file=sys.stderr, flush=True)  # noqa: T201 - for people
         # At once: threads of a download that was left behind would be waited for.
         os._exit(2 if isinstance(error, InvalidInput) else 1)
+    except OSError as error:
+        file = Path(str(error.filename or ""))
+        if not file.is_relative_to(model.parent):
+            raise  # of a recipe's own files
+        print(  # noqa: T201
+            f"areal-trainer: {str(file)!r}: {error.strerror}: uid {os.getuid()} must be able to "
+            f"write in {str(model.parent)!r}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
 
 
 def bring(config: Path, model: Path, source: str, deadline: float) -> None:

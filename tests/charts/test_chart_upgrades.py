@@ -9,6 +9,8 @@ import yaml
 from tests.charts.fake_cluster import cluster
 from tests.charts.rendering import NAMESPACE, named, of_kind, pods, refusal, render, template
 
+from areal.security import FOLDER_VARIABLE, SECRET_VARIABLES
+
 AUTOSCALED = ("--set", "sglang.autoscaling.enabled=true,sglang.replicaCount=3")
 KEDA = (*AUTOSCALED, "--set", "sglang.autoscaling.type=ScaledObject")
 OWN_SECRETS = ("--set", "auth.existingSecret=own-auth,tls.existingSecret=own-tls")
@@ -80,11 +82,29 @@ def test_pods_when_a_secret_was_changed_then_an_upgrade_replaces_them(changed):
     assert checksums(before) == checksums(again), "nothing changed"
     components = {pod.component for pod in pods(before)} - {"prepare", "test"}
     assert checksums(before).keys() == components
+    stay = {"trainer"} if changed[0]["data"] != first[0]["data"] else set()
     for component, digest in checksums(after).items():
         assert digest, component
-        assert digest != checksums(before)[component], component
+        assert (digest == checksums(before)[component]) == (component in stay), component
     jobs = [{j["metadata"]["name"] for j in of_kind(o, "PyTorchJob")} for o in (before, after)]
-    assert not jobs[0] & jobs[1], "operators roll no changed job"
+    assert (jobs[0] == jobs[1]) == bool(stay), "operators roll no changed job"
+
+
+@pytest.mark.parametrize("kind", ["PyTorchJob", "Job", "TrainJob"])
+def test_trainer_when_it_starts_then_its_token_is_in_files_that_the_kubelet_renews(kind):
+    objects = render("--set", f"trainer.workload={kind}")
+    (spec,) = {yaml.safe_dump(p.spec) for p in pods(objects) if p.component == "trainer"}
+    pod = yaml.safe_load(spec)
+    container = pod["containers"][0]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    assert not env.keys() & SECRET_VARIABLES, "the environment never changes"
+    (mount,) = (m for m in container["volumeMounts"] if m["mountPath"] == env[FOLDER_VARIABLE])
+    assert mount["readOnly"]
+    assert "subPath" not in mount, "the kubelet renews none"
+    (volume,) = (v for v in pod["volumes"] if v["name"] == mount["name"])
+    sources = [s["secret"] for s in volume["projected"]["sources"]]
+    assert [s["items"][0]["path"] for s in sources] == ["token", "token-previous"]
+    assert [s.get("optional", False) for s in sources] == [False, True]
 
 
 def test_pods_when_the_generated_secret_appears_then_the_first_upgrade_replaces_none():
@@ -107,7 +127,8 @@ def test_pods_when_the_generated_token_was_rotated_by_hand_then_an_upgrade_repla
     with cluster(rotated) as address:
         after = upgrade(address)
     assert set(checksums(before).values()) == {None}
-    assert None not in checksums(after).values()
+    unchanged = {name for name, digest in checksums(after).items() if digest is None}
+    assert unchanged == {"trainer"}, "it reads the token again"
     assert named(after, "Secret", "areal-auth")["data"]["token"] == "cm90YXRlZA=="
     rotated["metadata"] = {**named(after, "Secret", "areal-auth")["metadata"]}
     rotated["metadata"]["namespace"] = NAMESPACE

@@ -94,7 +94,7 @@ async def test_engine_when_versions_stream_then_it_computes_with_each(
     await store.start("127.0.0.1", port)
     url, names = f"http://127.0.0.1:{port}", load_file(folder / "model.safetensors").keys()
     await listening(f"http://127.0.0.1:{sidecar}/healthz")
-    publisher = StreamPublisher(url, {}, 10.0, chain=DeltaChain())
+    publisher = StreamPublisher(url, Security(), 10.0, chain=DeltaChain())
     model = http.engine.models[1]
     try:
         async with open_session({}) as session:

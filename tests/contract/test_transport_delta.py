@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.contract.transport_rig import HEADERS, TRANSPORTS, Rig, free_port, run, same
+from tests.contract.transport_rig import HEADERS, SECURITY, TRANSPORTS, Rig, free_port, run, same
 
 from areal.errors import InvalidInput
 from areal.weights.delta import Delta, DeltaChain, complete, encode, rebuild
@@ -203,7 +203,7 @@ async def test_delta_when_it_does_not_pay_then_the_whole_file_travels(
 
 async def test_chain_when_a_transport_fails_then_the_next_one_goes_on_with_it(rig: Rig) -> None:
     links = DeltaChain()
-    broken = StreamPublisher(f"http://127.0.0.1:{free_port()}", HEADERS, 2.0, chain=links)
+    broken = StreamPublisher(f"http://127.0.0.1:{free_port()}", SECURITY, 2.0, chain=links)
     chain = Chain(rig, "disk")
     chain.publisher = rig.publisher("stream", links)
     await chain.publish()

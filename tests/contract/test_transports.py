@@ -294,7 +294,7 @@ async def test_transport_when_it_fails_then_the_next_one_carries_the_version(
     blocked.write_text("a file where the folder should be")
     broken = {
         "disk": DiskPublisher(blocked / "weights"),
-        "stream": StreamPublisher(f"http://127.0.0.1:{free_port()}", HEADERS, 2.0),
+        "stream": StreamPublisher(f"http://127.0.0.1:{free_port()}", SECURITY, 2.0),
     }
     publisher = FallbackPublisher([broken[first], rig.publisher(second)])
     new = rig.noisy(1)
@@ -309,7 +309,7 @@ async def test_transports_when_none_works_then_the_error_names_each(rig: Rig) ->
     blocked = rig.root / "blocked"
     blocked.write_text("")
     publisher = FallbackPublisher(
-        [DiskPublisher(blocked / "weights"), StreamPublisher("", HEADERS, 2.0)]
+        [DiskPublisher(blocked / "weights"), StreamPublisher("", SECURITY, 2.0)]
     )
     with pytest.raises(TransportError, match=r"disk: .*blocked.*; stream: .*weight_store"):
         await run(lambda: publisher.publish(rig.noisy(1), rig.announce))

@@ -61,7 +61,7 @@ class Rig:
         if transport == "distributed":
             root, store = self.root / "weights", self.url.removeprefix("http://")
             return DistributedPublisher(DiskPublisher(root), self.offer, root, store)
-        return StreamPublisher(self.url, HEADERS, 10.0, chain=chain)
+        return StreamPublisher(self.url, SECURITY, 10.0, chain=chain)
 
     def announce(self, version: PolicyVersion) -> None:
         """What PublishVersion does to a version's files."""

@@ -45,7 +45,7 @@ def test_kubernetes_when_it_has_trained_then_the_books_balance_and_the_release_i
     small = {"requests": {"cpu": 0, "memory": "64Mi"}}
     components = ("gateway", "rollout", "reward", "buffer", "weightSync", "nats")
     values = {
-        "image": {"tag": os.environ.get("AREAL_TAG", "dev")},
+        "image": {"repository": "areal", "tag": os.environ.get("AREAL_TAG", "dev")},
         "storage": {"hostPath": f"{folder}/data"},
         "redis": {"hostPath": f"{folder}/redis", "resources": small},
         **{name: {"resources": small} for name in components},

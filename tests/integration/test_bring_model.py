@@ -22,6 +22,7 @@ from tests.s3_server import BUCKET, start_s3
 from areal.errors import WaitTimeout
 from areal.weights.objects import ObjectStore
 from areal_trainer import model_sources
+from areal_trainer.model_folder import ready_file
 from areal_trainer.model_sources import wait_for_copy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -412,3 +413,18 @@ def test_model_when_it_is_in_an_object_store_then_it_is_fetched(
         code, said = job.run(f"s3://{BUCKET}/models/none", **access)
         assert code == 2
         assert "is empty" in said
+
+
+def test_model_when_its_folder_cannot_be_written_then_one_line_says_so(tmp_path: Path) -> None:
+    """As when someone else has copied it: a folder where the mark belongs is refused to all."""
+    job = Job(tmp_path)
+    job.model.mkdir()
+    for name, content in model_files().items():
+        (job.model / name).write_bytes(content)
+    ready_file(job.model).mkdir()
+    process = job.start()
+    assert process.wait(100) == 1
+    (line,) = [text for text in job.log.read_text().splitlines() if "must be able" in text]
+    assert line.startswith(f"areal-trainer: '{ready_file(job.model)}': ")
+    assert line.endswith(f": uid {os.getuid()} must be able to write in '{job.model.parent}'")
+    assert "Traceback" not in job.log.read_text()

@@ -62,3 +62,13 @@ def test_doctor_when_a_model_cannot_be_trained_then_exits_with_the_reason(tmp_pa
     assert "\n" not in found["found"]
     assert re.search(named, found["found"]), found
     assert code == 1
+
+
+def test_doctor_when_the_recipe_is_a_folder_then_it_examines_the_run(tmp_path):
+    (tmp_path / "helpers.py").write_text("NAME = 'model'\n")
+    recipe = "from .helpers import NAME\n\n\ndef main(argv): ...\ndef prepare_model(config): ...\n"
+    (tmp_path / "recipe.py").write_text(recipe)
+    (tmp_path / "recipe.yaml").write_text("model: {path: made-by-the-recipe}\n")
+    _, findings = doctor(tmp_path)
+    assert {"python", "run folder"} <= {each["name"] for each in findings}, findings
+    assert finding(findings, "model")["verdict"] == "ok"

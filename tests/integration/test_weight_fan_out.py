@@ -15,6 +15,7 @@ from tests.inference_server import make_model
 from tests.integration.weight_sync_rig import Process, WeightSyncRig, rig_with_stores
 from tests.ports import free_port
 
+from areal.security import Security
 from areal.weights.manifest import MANIFEST, PolicyVersion, to_json
 from areal.weights.publisher import NewVersion
 from areal.weights.servers import ServerState
@@ -43,7 +44,7 @@ def upload(rig: WeightSyncRig, version: int) -> PolicyVersion:
     tensors = load_file(rig.model / "model.safetensors")
     changed = [(name, tensor + 0.001 * version) for name, tensor in tensors.items()]
     published: list[PolicyVersion] = []
-    StreamPublisher(rig.store, {}, 10.0).publish(
+    StreamPublisher(rig.store, Security(), 10.0).publish(
         NewVersion(version, 1, host_tensors(changed), rig.model), published.append
     )
     return published[0]

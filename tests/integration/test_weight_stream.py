@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from tests.integration.weight_sync_rig import Process, generate, inference, rig_with_stores
 
+from areal.security import Security
 from areal.weights.delta import DeltaChain
 from areal.weights.manifest import PolicyVersion
 from areal.weights.publisher import NewVersion
@@ -46,7 +47,7 @@ async def test_stream_when_versions_follow_each_other_then_servers_serve_each_in
 
         published: list[PolicyVersion] = []
         tensors = load_file(tiny_model / "model.safetensors")
-        publisher = StreamPublisher(rig.store, {}, 10.0, chain=DeltaChain())
+        publisher = StreamPublisher(rig.store, Security(), 10.0, chain=DeltaChain())
 
         def publish(version: int) -> None:
             for tensor in tensors.values():  # few elements, so that later versions are deltas

@@ -364,6 +364,8 @@ class Run:
             f"secrets/{TLS_SECRET}",
             "configmaps/kube-root-ca.crt",
             "serviceaccounts/default",
+            "resourcequotas/team",  # `upkeep.limit` made both
+            "limitranges/defaults",
         }
 
         def left() -> set[str]:

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from areal.security import Security
 from areal.weights import delta
 from areal.weights.broadcast import DTYPES, Offer, Seats
 from areal.weights.delta import DeltaChain
@@ -164,7 +165,6 @@ def start_store(root: Path, model: Path) -> str:
     """The weight store in a thread; returns its url."""
     import socket
 
-    from areal.security import Security
     from areal_weight_sync.store.http import StoreApp
     from areal_weight_sync.store.weights import WeightStore
 
@@ -204,7 +204,7 @@ def bench_transports(args: argparse.Namespace, root: Path) -> None:
     publishers: dict[str, Publisher] = {
         "disk": DiskPublisher(root / "disk"),
         "disk in memory": DiskPublisher(memory),
-        "stream": StreamPublisher(url, {}, 60.0),
+        "stream": StreamPublisher(url, Security(), 60.0),
     }
     if args.objects:
         publishers["object store"] = ObjectPublisher(args.objects)
@@ -287,7 +287,7 @@ def bench_chains(
     }
     hosts = [host_tensors(tensors.items()), host_tensors(other.items())]
     for name in ("disk delta", "stream delta"):
-        publisher: Publisher = StreamPublisher(url, {}, 60.0, chain=DeltaChain())
+        publisher: Publisher = StreamPublisher(url, Security(), 60.0, chain=DeltaChain())
         folder = root / "store"
         if name == "disk delta":
             folder = root / "disk"

@@ -122,7 +122,7 @@
 {{- with $f.container }}{{ $_ := mergeOverwrite $main (deepCopy .) }}{{ end }}
 {{- with $f.podSpec }}{{ $pod = mergeOverwrite $pod (deepCopy .) }}{{ end }}
 {{- $annotations := mergeOverwrite (deepCopy ($f.podAnnotations | default dict)) (.annotations | default dict) }}
-{{- with include "areal.secretsChecksum" $ }}{{ $_ := set $annotations "checksum/secrets" . }}{{ end -}}
+{{- with include "areal.secretsChecksum" (list $ (eq $job true)) }}{{ $_ := set $annotations "checksum/secrets" . }}{{ end -}}
 metadata:
   labels: {{- mergeOverwrite (deepCopy $.Values.commonLabels) ($f.labels | default dict) ($f.podLabels | default dict) $labels (.labels | default dict) $selector | toYaml | nindent 4 }}
   {{- with $annotations }}

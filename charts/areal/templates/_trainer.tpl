@@ -55,7 +55,8 @@ containers:
       - {name: NCCL_NVLS_ENABLE, value: "0"}
       # This file survives the container, but not the pod: bad input is not tried again in the same pod.
       - {name: AREAL_POD_VERDICT, value: /dev/shm/areal-verdict}
-      {{- include "areal.secretEnv" (list $ "AREAL_TOKEN" "token") | nindent 6 }}
+      # Files, which the kubelet renews: training continues while the token is rotated.
+      - {name: AREAL_SECURITY_DIR, value: /etc/areal/auth}
       {{- with .env }}{{ toYaml . | nindent 6 }}{{ end }}
       {{- with include "areal.tracingEnv" $ }}{{ . | nindent 6 }}{{ end }}
     # No probes: ranks find each other by names that resolve only while pods are ready, and they do so
@@ -68,11 +69,18 @@ containers:
     resources: {{- include "areal.gpuResources" (list $ $values.resources $values.gpusPerPod "{requests: {cpu: 200m, memory: 1Gi}, limits: {memory: 8Gi}}") | nindent 6 }}
     volumeMounts:
       {{- include "areal.configMounts" $ | nindent 6 }}
+      - {name: auth, mountPath: /etc/areal/auth, readOnly: true}
       - {name: recipe, mountPath: /etc/areal/recipe, readOnly: true}
       - {name: data, mountPath: /data}
       - {name: shm, mountPath: /dev/shm}
 volumes:
   {{- include "areal.configVolumes" $ | nindent 2 }}
+  - name: auth
+    projected:
+      defaultMode: 0440
+      sources:
+        - secret: {name: {{ include "areal.secretName" $ }}, items: [{key: token, path: token}]}
+        - secret: {name: {{ include "areal.secretName" $ }}, optional: true, items: [{key: token-previous, path: token-previous}]}
   - name: recipe
     configMap: {name: {{ include "areal.name" (list $ "recipe") }}}
   {{- include "areal.dataVolume" $ | nindent 2 }}

@@ -119,8 +119,8 @@ class CallPolicy:
 Policies = Mapping[str, CallPolicy]
 
 
-def _metadata(headers: Mapping[str, str]) -> _Metadata:
-    return tuple((key.lower(), value) for key, value in headers.items())
+def _bearer(token: str) -> _Metadata:
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def _name(method: Any) -> str:
@@ -161,9 +161,6 @@ class Client:
         self.address = address
         self._security = security = security or Security()
         self._channel = open_channel(address, security, name)
-        # Given with each call: an interceptor would cost every call a task of its own.
-        self._metadata = _metadata(security.headers())
-        self._previous = _metadata(security.previous_headers())
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._closed = False
 
@@ -197,10 +194,11 @@ class Client:
         since = time.monotonic()
         timeout, trace = policy.timeout_s + max(0.0, wait_s), tracing.headers()
 
-        async def present(metadata: _Metadata) -> ResponseT:
+        # The token is given with each call: an interceptor would cost every call a task of its own.
+        async def present(token: str) -> ResponseT:
             self._raise_if_closed(name)
             try:
-                return await method(request, timeout=timeout, metadata=metadata + trace)
+                return await method(request, timeout=timeout, metadata=_bearer(token) + trace)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, name, self.address, since) from None
             except asyncio.CancelledError:
@@ -208,12 +206,14 @@ class Client:
                 raise
 
         async def once() -> ResponseT:
-            try:
-                return await present(self._metadata)
-            except errors.Unauthenticated:
-                if not self._previous:
-                    raise
-            return await present(self._previous)
+            token, refused = self._security.token, list[str]()
+            while True:
+                try:
+                    return await present(token)
+                except errors.Unauthenticated:
+                    refused.append(token)
+                    if not (token := self._security.untried(refused)):
+                        raise
 
         return await persist(once, policy.retry_s)
 
@@ -225,29 +225,29 @@ class Client:
         timeout_s: float | None,
     ) -> AsyncGenerator[Any, None]:
         """Yields a streaming call's messages, tried once; `timeout_s`: for all (None: no limit)."""
-        try:
-            async with aclosing(self._stream(method, request, timeout_s, self._metadata)) as stream:
-                async for message in stream:
-                    yield message
-            return
-        except errors.Unauthenticated:  # before any message
-            if not self._previous:
-                raise
-        async with aclosing(self._stream(method, request, timeout_s, self._previous)) as stream:
-            async for message in stream:
-                yield message
+        token, refused = self._security.token, list[str]()
+        while True:
+            try:
+                async with aclosing(self._stream(method, request, timeout_s, token)) as stream:
+                    async for message in stream:
+                        yield message
+                return
+            except errors.Unauthenticated:  # before any message
+                refused.append(token)
+                if not (token := self._security.untried(refused)):
+                    raise
 
     async def _stream(
         self,
         method: Callable[..., Any],
         request: Any,
         timeout_s: float | None,
-        presented: _Metadata,
+        token: str,
     ) -> AsyncGenerator[Any, None]:
         name = _name(method)
         since = time.monotonic()
         self._raise_if_closed(name)
-        call = method(request, timeout=timeout_s, metadata=presented + tracing.headers())
+        call = method(request, timeout=timeout_s, metadata=_bearer(token) + tracing.headers())
         try:
             async for message in call:
                 yield message

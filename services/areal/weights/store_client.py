@@ -10,7 +10,7 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -45,13 +45,21 @@ class StoreConnection:
         ...     store.manifest("v00000012-inc3")
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str], timeout: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        timeout: float,
+        *,
+        untried: Callable[[Collection[str]], str] | None = None,
+    ) -> None:
         """Connects on first use.
 
         Args:
             url: http://host:port.
             headers: The bearer token.
             timeout: Seconds for each wait on the socket.
+            untried: `Security.untried`, where another token may be known when one is refused.
         """
         try:
             parts = urlsplit(url)
@@ -64,6 +72,7 @@ class StoreConnection:
             raise InvalidInput(f"weight store {url[:200]!r}: expected http://host:port") from None
         self.url = f"http://{parts.netloc}"
         self._headers = dict(headers)
+        self._untried = untried or (lambda _: "")
         self._timeout = timeout
 
     def __enter__(self) -> Self:
@@ -165,8 +174,33 @@ class StoreConnection:
         *,
         wait: float = 0.0,
     ) -> http.client.HTTPResponse:
+        response = self._send_once(method, path, body, headers or {}, wait)
+        refused: list[str] = []
+        while response.status == 401:
+            refused.append(self._headers.get("Authorization", "").removeprefix("Bearer "))
+            if not (token := self._untried(refused)):
+                break
+            self._http.close()
+            self._headers["Authorization"] = f"Bearer {token}"
+            response = self._send_once(method, path, body, headers or {}, wait)
+        if response.status >= 300:
+            text = response.read(_MAX_ERROR_BYTES).decode(errors="replace")
+            self._http.close()
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                text = json.loads(text)["error"]
+            raise TransportError(f"weight store {self.url}: HTTP {response.status}: {text}")
+        return response
+
+    def _send_once(
+        self,
+        method: str,
+        path: str,
+        body: bytes | Sequence[memoryview] | None,
+        headers: Mapping[str, str],
+        wait: float,
+    ) -> http.client.HTTPResponse:
         try:
-            self._http.request(method, path, body, {**self._headers, **(headers or {})})
+            self._http.request(method, path, body, {**self._headers, **headers})
             self._http.sock.settimeout(max(wait, self._timeout))
             response = self._http.getresponse()
             if self._http.sock is not None:  # else it ends with this answer
@@ -176,12 +210,6 @@ class StoreConnection:
             raise TransportError(
                 f"weight store {self.url}: {error or type(error).__name__}"
             ) from None
-        if response.status >= 300:
-            text = response.read(_MAX_ERROR_BYTES).decode(errors="replace")
-            self._http.close()
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                text = json.loads(text)["error"]
-            raise TransportError(f"weight store {self.url}: HTTP {response.status}: {text}")
         return response
 
     def _body(self, response: http.client.HTTPResponse, limit: int) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from areal.config.experiment import GRPOConfig, build_config
 from areal.config.model_origin import find_model
+from areal.recipe_folder import ENTRY
 from areal_launch.commands.stack import read_experiment
 from areal_launch.doctor.findings import Finding
 from areal_launch.doctor.gpu_trial import try_on_gpus
@@ -30,13 +31,14 @@ def examine(
 
     Args:
         on: Where the run would start.
-        recipe: A recipe, or the directory of a model; then only the model is examined.
+        recipe: A recipe (a file, or a folder with recipe.py), or the directory of a model; then
+            only the model is examined.
         config: The experiment file.
         overrides: `KEY=VALUE` settings.
         as_json: Print JSON.
         try_gpus: Compute on the GPUs, too.
     """
-    if recipe is not None and recipe.is_dir():
+    if recipe is not None and recipe.is_dir() and not (recipe / ENTRY).is_file():
         return _report(examine_model(recipe), as_json=as_json)
     if recipe is not None:
         experiment, module = read_experiment(recipe, config, overrides)

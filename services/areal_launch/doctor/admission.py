@@ -114,36 +114,76 @@ def pod_uses(spec: Json, ranges: Sequence[Json] = ()) -> Amounts:
     return uses
 
 
-def container_ranges(limit_ranges: Iterable[Json]) -> list[Json]:
-    """Returns the entries for containers of LimitRange objects."""
+def range_entries(limit_ranges: Iterable[Json], kind: str) -> list[Json]:
+    """Returns the entries of LimitRange objects for a kind: Container, Pod."""
     entries = [each for one in limit_ranges for each in one["spec"].get("limits") or []]
-    return [each for each in entries if each.get("type") == "Container"]
+    return [each for each in entries if each.get("type") == kind]
 
 
-def outside_ranges(pods: Iterable[Planned], ranges: Sequence[Json]) -> list[str]:
-    """Returns a sentence for each container whose resources a LimitRange refuses."""
+def outside_ranges(
+    pods: Iterable[Planned], ranges: Sequence[Json], whole: Sequence[Json] = ()
+) -> list[str]:
+    """Returns a sentence for each container, and each pod, whose resources a LimitRange refuses.
+
+    Args:
+        pods: Planned pods.
+        ranges: The entries for containers.
+        whole: The entries for pods, which are about the sums of their containers.
+    """
     found = []
     for pod in pods:
         for container, value in pod.containers():
             has = resources_of(container, ranges)
             for entry in ranges:
-                for name, text in (entry.get("max") or {}).items():
-                    limit = has["limits"].get(name)
-                    if limit is None or limit > quantity(str(text)):
-                        said = "no limit" if limit is None else f"a limit of {limit:g}"
-                        found.append(
-                            f"{pod.component}/{container['name']} has {said} of {name}, and at "
-                            f"most {text} is allowed: set {value}.limits.{name}"
-                        )
-                for name, text in (entry.get("min") or {}).items():
-                    request = has["requests"].get(name)
-                    if request is None or request < quantity(str(text)):
-                        said = "no request" if request is None else f"a request of {request:g}"
-                        found.append(
-                            f"{pod.component}/{container['name']} has {said} of {name}, and at "
-                            f"least {text} is expected: set {value}.requests.{name}"
-                        )
+                for part, name, why in _outside(has, entry):
+                    named = f"{pod.component}/{container['name']}"
+                    found.append(f"{named} has {why}: set {value}.{part}.{name}")
+        sums: dict[str, dict[str, float]] = {"requests": {}, "limits": {}}
+        for key, amount in pod_uses(pod.spec, ranges).items():
+            part, _, name = key.partition(".")
+            sums[part][name] = amount
+        for entry in whole:
+            for part, name, why in _outside(sums, entry):
+                found.append(
+                    f"{pod.component}'s pod has {why}: set {pod.key}.resources.{part}.{name}"
+                )
     return list(dict.fromkeys(found))
+
+
+def _outside(has: Mapping[str, Mapping[str, float]], entry: Json) -> Iterator[tuple[str, str, str]]:
+    """Yields what to change (requests or limits, of what) and what an entry refuses."""
+    for name, text in (entry.get("max") or {}).items():
+        limit = has["limits"].get(name)
+        if limit is None or limit > quantity(str(text)):
+            said = "no limit" if limit is None else f"a limit of {_amount(limit, name)}"
+            yield "limits", name, f"{said} of {name}, and at most {text} is allowed"
+    for name, text in (entry.get("min") or {}).items():
+        request = has["requests"].get(name)
+        if request is None or request < quantity(str(text)):
+            said = "no request" if request is None else f"a request of {_amount(request, name)}"
+            yield "requests", name, f"{said} of {name}, and at least {text} is expected"
+    for name, text in (entry.get("maxLimitRequestRatio") or {}).items():
+        limit, request = has["limits"].get(name), has["requests"].get(name)
+        most = quantity(str(text))
+        if limit and request and limit / request <= most:
+            continue
+        said = (
+            f"a limit of {_amount(limit or 0, name)} for a request of {_amount(request or 0, name)}"
+        )
+        why = f"{said} of {name}, and at most {most:g} times the request is allowed"
+        yield "requests" if limit else "limits", name, why
+
+
+def _amount(number: float, kind: str) -> str:
+    """Writes a quantity as people do: 500m CPUs, 3.5Gi."""
+    if "memory" in kind or "storage" in kind.replace("storageclass.storage", ""):
+        for unit in ("Ti", "Gi", "Mi", "Ki"):
+            size = 1024.0 ** (1 + ("Ki", "Mi", "Gi", "Ti").index(unit))
+            if abs(number) >= size:
+                return f"{number / size:.4g}{unit}"
+    if "cpu" in kind and 0 < abs(number) < 1:
+        return f"{number * 1000:.4g}m"
+    return f"{number:.6g}"
 
 
 def quota_problems(
@@ -169,7 +209,9 @@ def quota_problems(
             found += [f"{name}: {why}" for why in _undeclared(kind, pods, ranges)]
         left = quantity(str(text)) - quantity(str(used.get(key, "0")))
         if wanted[kind] > left:
-            found.append(f"{name}: {wanted[kind]:g} {key} needed, {left:g} left")
+            found.append(
+                f"{name}: {_amount(wanted[kind], key)} {key} needed, {_amount(left, key)} left"
+            )
     return list(dict.fromkeys(found))
 
 

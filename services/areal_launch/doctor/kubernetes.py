@@ -16,12 +16,12 @@ from areal_launch.clusters.kubernetes import Release
 from areal_launch.clusters.kubernetes_api import KubernetesApi
 from areal_launch.doctor.admission import (
     Planned,
-    container_ranges,
     outside_ranges,
     pod_security_problems,
     pod_uses,
     quantity,
     quota_problems,
+    range_entries,
     shared_class,
 )
 from areal_launch.doctor.findings import Finding, examine, missing, note, ok, unknown
@@ -261,9 +261,10 @@ class ClusterDoctor:
         return ok(f"{len(quotas)} quotas have room")
 
     def _limits(self) -> Finding:
-        if problems := outside_ranges(self._pods(), self._ranges):
+        whole = range_entries(self._of_namespace("limit_range"), "Pod")
+        if problems := outside_ranges(self._pods(), self._ranges, whole):
             return missing(_some(problems), "set these values, or get another LimitRange")
-        return ok("none" if not self._ranges else "all containers are within it")
+        return ok("none" if not [*self._ranges, *whole] else "all containers are within it")
 
     def _pod_security(self) -> Finding:
         try:
@@ -280,7 +281,7 @@ class ClusterDoctor:
 
     @cached_property
     def _ranges(self) -> list[dict[str, Any]]:
-        return container_ranges(self._of_namespace("limit_range"))
+        return range_entries(self._of_namespace("limit_range"), "Container")
 
     def _of_namespace(self, kind: str) -> list[dict[str, Any]]:
         listing = getattr(self._api.core, f"list_namespaced_{kind}")
@@ -359,9 +360,13 @@ def _references(specs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         for pull in spec.get("imagePullSecrets") or []:
             yield pull["name"], ""
         for volume in spec.get("volumes") or []:
-            if "secret" in volume:
-                items = volume["secret"].get("items") or [{"key": ""}]
-                yield from ((volume["secret"]["secretName"], item["key"]) for item in items)
+            sources = (volume.get("projected") or {}).get("sources") or []
+            for secret in (volume.get("secret"), *(each.get("secret") for each in sources)):
+                if secret and not secret.get("optional"):
+                    name = secret.get("secretName") or secret["name"]
+                    yield from (
+                        (name, item["key"]) for item in secret.get("items") or [{"key": ""}]
+                    )
         for container in _containers(spec):
             for variable in container.get("env") or []:
                 reference = (variable.get("valueFrom") or {}).get("secretKeyRef")

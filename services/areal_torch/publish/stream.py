@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal.chassis.logging import get_logger
+from areal.security import Security
 from areal.weights import delta
 from areal.weights.delta import DeltaChain
 from areal.weights.manifest import PolicyVersion, at_path, to_json
@@ -30,7 +31,7 @@ class StreamPublisher:
     def __init__(
         self,
         url: str,
-        headers: Mapping[str, str],
+        security: Security,
         timeout: float,
         *,
         chain: DeltaChain | None = None,
@@ -39,13 +40,13 @@ class StreamPublisher:
 
         Args:
             url: http://host:port.
-            headers: The bearer token.
+            security: The bearer token.
             timeout: Bounds each wait on the socket, in seconds.
             chain: Makes it upload only the changes if they are less than half; None: always
                 everything.
         """
         self._url = url
-        self._headers = headers
+        self._security = security
         self._timeout = timeout
         self._chain = chain
         self._log = get_logger(__name__)
@@ -87,7 +88,8 @@ class StreamPublisher:
         return sent
 
     def _connect(self) -> StoreConnection:
-        return StoreConnection(self._url, self._headers, self._timeout)
+        own = self._security
+        return StoreConnection(self._url, own.headers(), self._timeout, untried=own.untried)
 
     def _send(
         self,

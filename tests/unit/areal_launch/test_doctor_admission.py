@@ -18,9 +18,11 @@ from tests.unit.areal_launch.test_kubernetes import (  # the fixture, too
 
 from areal_launch.doctor.admission import (
     Planned,
+    outside_ranges,
     pod_security_problems,
     pod_uses,
     quota_problems,
+    range_entries,
     resources_of,
     shared_class,
 )
@@ -131,7 +133,8 @@ def test_quota_when_a_kind_runs_out_then_it_is_named(key: str, needed: int) -> N
     assert problems(str(needed)) == []
     assert problems(str(needed + 5), "5") == []
     (said,) = problems(str(needed + 5), "6")
-    assert said.startswith(f"team: {needed:g} {key} needed, ")
+    amount = f"{needed >> 30}Gi" if needed >= 2**30 else f"{needed:g}"
+    assert said.startswith(f"team: {amount} {key} needed, ")
     scoped = {"metadata": {"name": "s"}, "spec": {"scopes": ["BestEffort"], "hard": {key: "0"}}}
     assert quota_problems(scoped, pods, OBJECTS, []) == []
 
@@ -150,6 +153,66 @@ def test_limit_range_when_a_container_is_outside_then_its_value_is_named(
     limit_range(api, min={"cpu": "20m"})
     refused = found(tmp_path, "limit range")
     assert "set common.initResources.requests.cpu" in refused.found
+
+
+LIMITED = {"requests": {"cpu": "50m", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "3Gi"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry", "said"),
+    [
+        ("Container", {"maxLimitRequestRatio": {"cpu": "40"}}, ""),
+        (
+            "Container",
+            {"maxLimitRequestRatio": {"cpu": "10", "memory": "3"}},
+            "buffer/one has a limit of 2 for a request of 50m of cpu, and at most 10 times the "
+            "request is allowed: set buffer.resources.requests.cpu",
+        ),
+        (
+            "Container",
+            {"maxLimitRequestRatio": {"memory": "2"}},
+            "of 3Gi for a request of 1Gi of m",
+        ),
+        ("Pod", {"max": {"cpu": "4", "memory": "6Gi"}, "min": {"cpu": "100m"}}, ""),
+        (
+            "Pod",
+            {"max": {"memory": "5Gi"}},
+            "buffer's pod has a limit of 6Gi of memory, and at most 5Gi is allowed: set "
+            "buffer.resources.limits.memory",
+        ),
+        (
+            "Pod",
+            {"min": {"cpu": "200m"}},
+            "buffer's pod has a request of 100m of cpu, and at least",
+        ),
+        (
+            "Pod",
+            {"maxLimitRequestRatio": {"cpu": "39"}},
+            "a limit of 4 for a request of 100m of cpu",
+        ),
+        ("Pod", {"max": {"nvidia.com/gpu": "1"}}, "has no limit of nvidia.com/gpu"),
+    ],
+)
+def test_limit_range_when_it_is_about_ratios_or_pods_then_what_it_refuses_is_said(
+    kind: str, entry: dict[str, Any], said: str
+) -> None:
+    spec = {"containers": [{"name": name, "resources": LIMITED} for name in ("one", "two")]}
+    ranges = [{"spec": {"limits": [{"type": kind, **entry}]}}]
+    entries = [range_entries(ranges, each) for each in ("Container", "Pod")]
+    problems = outside_ranges([Planned("buffer", 1, spec)], *entries)
+    assert len(problems) == (0 if not said else 2 if kind == "Container" else 1)
+    assert all(said.replace("/one", "") in each.replace("/one", "") for each in problems[:1])
+
+
+def test_quota_when_a_kind_runs_out_then_its_amounts_have_units() -> None:
+    spec = {"containers": [{"name": "one", "resources": LIMITED}]}
+    hard = {"limits.memory": "4Gi", "requests.cpu": "1", "limits.cpu": "2500m", "pods": "2"}
+    quota = {"metadata": {"name": "team"}, "spec": {"hard": hard}}
+    assert quota_problems(quota, [Planned("buffer", 3, spec)], [], []) == [
+        "team: 9Gi limits.memory needed, 4Gi left",
+        "team: 6 limits.cpu needed, 2.5 left",
+        "team: 3 pods needed, 2 left",
+    ]
 
 
 def found_all(tmp_path: Path) -> str:

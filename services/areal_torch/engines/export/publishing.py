@@ -48,9 +48,7 @@ def make_publisher(
         "disk": ObjectPublisher(place)
         if in_object_store(place)
         else DiskPublisher(root, chain=chain),
-        "stream": StreamPublisher(
-            config.endpoints.weight_store, security.headers(), TIMEOUT_S, chain=chain
-        ),
+        "stream": StreamPublisher(config.endpoints.weight_store, security, TIMEOUT_S, chain=chain),
     }
     kind = meta.type or own.transport
     stored = FallbackPublisher([ways[name] for name in transport_order(kind)])
