@@ -36,7 +36,9 @@ def test_ask_when_served_then_ids_and_logprobs_are_those_of_the_model(tmp_path: 
         long = packing.pack([{"input_ids": [5] * 80, "loss_mask": [True] * 80}])
         with pytest.raises(InvalidInput, match=r"teacher http.*HTTP 400.*longer than the model's"):
             teacher.read(long, TopLogprobHead(K))
-        with pytest.raises(InvalidInput, match=r"HTTP 400.*top_logprobs_num: expected 0 to 128, got 500"):
+        with pytest.raises(
+            InvalidInput, match=r"HTTP 400.*top_logprobs_num: expected 0 to 128, got 500"
+        ):
             teacher.read(batch, TopLogprobHead(500))
     whole = []
     for ids in sequences:
