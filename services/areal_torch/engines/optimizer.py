@@ -24,6 +24,7 @@ from areal_torch.engines.model.guards import decoder_of
 from areal_torch.engines.model.packed import PackedCausalLM
 from areal_torch.engines.muon import MuonAdamW
 from areal_torch.engines.parallel import gradients
+from areal_torch.engines.parallel.apply import unsharded
 
 PIECE = 1 << 25
 """Elements that are widened at once: 384 MiB for two moments and the random bits."""
@@ -40,9 +41,9 @@ def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.opti
     Raises:
         RuntimeError: the model is gathered, so the optimizer would update copies of its weights.
     """
-    if isinstance(model, FSDPModule) and not all(
-        isinstance(p, DTensor) for p in model.parameters() if p.requires_grad
-    ):
+    plain = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    alone = {id(p) for p in unsharded(model.hf).values()}
+    if isinstance(model, FSDPModule) and any(id(p) not in alone for p in plain):
         raise RuntimeError("the model is gathered: expected reshard() before its optimizer is made")
     decays = {id(p) for name, p in model.named_parameters() if name.endswith(_STATE_DECAYS)}
     matrices = {id(p) for p in _matrices(model)} if config.type == "muon" else set[int]()

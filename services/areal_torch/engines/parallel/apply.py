@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from areal.config.allocation import Layout
@@ -95,6 +96,7 @@ def parallelize(
     shard = partial(fully_shard, mesh=mesh.shards, offload_policy=place)
     exact = compute.itemsize == 2 and bool(_float32_parameters(hf))
     if exact:
+        _check_unsharded(hf)
         # FSDP casts all that it gathers together, so these are a group of their own, which the
         # decoder gathers. A call leaves out what is sharded inside: layers, around them, come last.
         of_layers = {parameter for layer in layers for parameter in layer.parameters()}
@@ -106,6 +108,21 @@ def parallelize(
     left = _float32_parameters(hf) if exact else None
     for module in layers if exact else [*layers, model]:
         shard(module, mp_policy=policy, ignored_params=left)
+
+
+def unsharded(hf: Any) -> dict[str, nn.Parameter]:
+    """What a model of 16 bits trains in float32 outside its decoder: no group of FSDP has it."""
+    inside = set(guards.decoder_of(hf).parameters())
+    exact = _float32_parameters(hf) - inside
+    return {name: p for name, p in hf.named_parameters() if p in exact and p.requires_grad}
+
+
+def _check_unsharded(hf: Any) -> None:
+    if (alone := unsharded(hf)) and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"model {type(hf).__name__} keeps {next(iter(alone))} in float32, outside its decoder, "
+            "where gradients are not summed over ranks; expected actor.dtype=float32, or one rank"
+        )
 
 
 def _float32_parameters(hf: Any) -> set[nn.Parameter]:

@@ -10,13 +10,14 @@ from tests.unit.areal_torch.engines.train_fixtures import weighted_loss
 from tools.tiny_architectures import tiny_model
 
 from areal.config.training import LoraConfig, OptimizerConfig, RefConfig, TrainEngineConfig
-from areal.errors import InvalidInput
+from areal.errors import ConfigError, InvalidInput
 from areal.memory_estimate import ModelShape
 from areal_torch.engines.fsdp import FSDPEngine
 from areal_torch.engines.model.attention.trial import shapes_of
 from areal_torch.engines.model.precision import float32_tensors
 from areal_torch.engines.model.source import load_model
-from areal_torch.engines.parallel.apply import decoder_layers
+from areal_torch.engines.parallel import apply
+from areal_torch.engines.parallel.apply import decoder_layers, unsharded
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]
 # Ends of names, of a parameter or a buffer in each family.
@@ -180,3 +181,18 @@ def test_model_when_layers_share_their_weights_then_is_refused(tmp_path, initial
     for options in ({}, {"lora": LoraConfig(rank=2)}, {"dtype": "float32"}):
         with pytest.raises(InvalidInput, match="layers that share their weights"):
             initialize(trainer(tmp_path, **options))
+
+
+def test_head_when_it_stays_in_float32_then_one_rank_trains_it_and_several_are_refused(
+    tmp_path, initialize, monkeypatch
+):
+    """No group of FSDP has it, so its gradients would be those of one rank."""
+    hf = saved("hy_v4", tmp_path)
+    engine = initialize(trainer(tmp_path))
+    assert list(unsharded(engine.model.hf)) == ["lm_head.weight"]
+    before = engine.model.hf.lm_head.weight.detach().clone()
+    engine.train_batch(text_batch(hf), weighted_loss)
+    assert not torch.equal(engine.model.hf.lm_head.weight, before)
+    monkeypatch.setattr(apply.dist, "get_world_size", lambda *_: 2)
+    with pytest.raises(ConfigError, match=r"keeps lm_head.weight in float32, outside its decoder"):
+        apply._check_unsharded(hf)
