@@ -198,7 +198,8 @@ class Model:
         return self.tasks[task_id]
 
     def check(self, task: T, token: int) -> None:
-        if token != task.token or task.state not in ("running", "queued"):
+        spent = token != task.token or token == task.done
+        if spent or task.state not in ("running", "queued"):
             raise LeaseLost
 
     def complete(self, task_id: str, token: int, head: int, full: bool) -> bool:

@@ -116,6 +116,32 @@ async def test_a_rejection_when_repeated_or_late_then_it_is_noted_once_and_leave
     await balanced(book)
 
 
+@pytest.mark.parametrize("how", ["rejects", "returns"])
+async def test_a_lease_when_its_group_was_made_again_then_it_ends_nothing_more(
+    book: Book, how: str
+) -> None:
+    """It has completed, so its token is spent, though it is still the task's newest."""
+    await book.register(size=1, eta=1)
+    await book.submit("old", "new")
+    leases = await book.lease(2)
+    for name in ("old", "new"):
+        await book.complete(name, leases[name], 0)
+    assert await book.take(1) == ("taken", ["old"])
+    await book.register(resume=1, size=1, eta=0)
+    assert (await book.take(2))[0] == "waiting"
+    assert await book.state("new") == "queued"
+    ends = {
+        "rejects": lambda: reject(book, "new", leases["new"]),
+        "returns": lambda: book.return_lease("new", leases["new"], "workflow_error"),
+    }
+    with pytest.raises(LeaseLost, match="the task is queued, and this lease has completed"):
+        await ends[how]()
+    await balanced(book)
+    assert await book.state("new") == "queued"
+    [(name, outcome, _, whole)] = await discarded(book, 2)
+    assert (name, outcome, whole) == ("new", "too_stale", True)
+
+
 async def test_room_when_it_is_short_then_groups_go_and_their_causes_stay(redis_url: str) -> None:
     size = len(finished("a").payload)
     async with open_book(redis_url, spare_bytes=2 * size + size // 2) as book:

@@ -79,7 +79,7 @@ def traced(tmp_path: Path) -> Iterator[Callable[[str], tuple[RedisServer, Trace]
                 stderr=subprocess.DEVNULL,
             )
         )
-        eventually(lambda: _tracer(server.pid) > 0, "strace is attached", 10)
+        eventually(lambda: _tracer(server.pid) > 0, "strace is attached", 60)
         return server, Trace(file, server.pid)
 
     yield start
@@ -121,7 +121,7 @@ async def test_acknowledgement_when_the_policy_is_always_then_after_the_fsync(
     # Effects of the scripts in the append-only file: CompleteTasks stores the group, CommitStep
     # moves the task to `trained` and the committed step to 1.
     for mark in ("group:mark-submit", "last_committed"):
-        kinds = eventually(lambda mark=mark: trace.after(mark), f"{mark} in the trace", 10)
+        kinds = eventually(lambda mark=mark: trace.after(mark), f"{mark} in the trace", 60)
         assert kinds[0] == "aof"
         assert kinds[-1] == "reply"
         assert ("sync" in kinds) == (policy == "always"), (mark, kinds)

@@ -558,9 +558,12 @@ end
 
 -- The lease's token must be the newest given for the task, and the task still be open.
 local function check_lease(task, token)
-  if tonumber(token) ~= task.token or (task.state ~= 'running' and task.state ~= 'queued') then
+  -- A lease that has completed is spent, also where its group was discarded and the task queued again.
+  local newest, spent = tonumber(token) == task.token, tonumber(token) == task.done_token
+  if not newest or spent or (task.state ~= 'running' and task.state ~= 'queued') then
     fail('LeaseLost', 'task ' .. task.id .. ': lease ' .. token .. ' no longer holds; the task is ' ..
-      task.state .. (task.token > 0 and ', its newest lease is ' .. int(task.token) or ''))
+      task.state .. (spent and ', and this lease has completed' or
+      task.token > 0 and ', its newest lease is ' .. int(task.token) or ''))
   end
 end
 
