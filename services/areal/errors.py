@@ -25,6 +25,7 @@ the wire. A class that only its own service knows arrives as the nearest base cl
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -211,6 +212,13 @@ class WaitTimeout(ArealError):
         if hint:
             text += f" ({hint})"
         super().__init__(text)
+
+
+def http_headers(error: Exception) -> dict[str, str]:
+    """Returns the headers of an HTTP reply that says this error: when to repeat the request."""
+    if isinstance(error, CapacityExceeded) and error.retry_after_s is not None:
+        return {"Retry-After": str(math.ceil(error.retry_after_s))}
+    return {}
 
 
 def name_of(error: ArealError) -> str:

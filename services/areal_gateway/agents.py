@@ -8,23 +8,22 @@ All state is the ledger's: any gateway and any worker serve any request of any s
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import hmac
 import secrets
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import suppress
+from dataclasses import replace
 from typing import Literal
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.background import BackgroundTask
 
 from areal.agents import headers
-from areal.agents.replies import content_type, failure, frame, is_anthropic, refused
+from areal.agents.asgi import AgentResponse, unless_hung_up
+from areal.agents.replies import Parts, Reply, failure, frame, is_anthropic, refused
 from areal.chassis.logging import get_logger
 from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.rollout import RolloutClient
@@ -38,52 +37,27 @@ from areal_gateway.rest import JsonObject
 from areal_gateway.session_bodies import SessionBodies
 
 
-async def _unless_gone(
-    request: Request, replies: AsyncGenerator[CallSessionResponse]
-) -> CallSessionResponse:
-    """Awaits the first reply; stops the generation if the client hangs up before it."""
+async def _reply_of(
+    first: CallSessionResponse, rest: AsyncGenerator[CallSessionResponse], path: str
+) -> Reply:
+    """A worker's answer, on its way to the agent."""
 
-    async def hang_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+    async def parts() -> AsyncGenerator[bytes]:
+        async for more in rest:
+            yield more.body
 
-    first, gone = asyncio.ensure_future(anext(replies)), asyncio.create_task(hang_up())
-    try:
-        await asyncio.wait({first, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if first.done():
-            return first.result()
-        raise Unavailable("the client hung up")
-    except BaseException:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await replies.aclose()
-        raise
-    finally:
-        gone.cancel()
+    def failed(error: Exception) -> bytes:
+        if not isinstance(error, ArealError):
+            get_logger(__name__).error("agent_stream_failed", exc_info=error)
+        named, anthropic = path.endswith("/responses"), is_anthropic(path)
+        typed = named or anthropic
+        return frame(failure(error, typed=typed, anthropic=anthropic)[1], typed)
 
-
-class _PassedOn:
-    """A streamed answer on its way to the agent."""
-
-    def __init__(self, replies: AsyncGenerator[CallSessionResponse], path: str) -> None:
-        self._replies, self._path = replies, path
-        self.whole = False
-        """All of it was passed on."""
-
-    async def parts(self, first: bytes) -> AsyncGenerator[bytes]:
-        """The body; a failure ends it with an event that says so."""
-        async with aclosing(self._replies):
-            yield first
-            try:
-                async for more in self._replies:
-                    yield more.body
-                self.whole = True
-            except Exception as error:
-                if not isinstance(error, ArealError):
-                    get_logger(__name__).error("agent_stream_failed", exc_info=error)
-                named, anthropic = self._path.endswith("/responses"), is_anthropic(self._path)
-                typed = named or anthropic
-                yield frame(failure(error, typed=typed, anthropic=anthropic)[1], typed)
+    reply = Reply(first.status, first.body, first.stream, first.headers)
+    if reply.stream:
+        return replace(reply, parts=Parts(parts(), failed, rest.aclose))
+    await rest.aclose()
+    return reply
 
 
 def agent_error(request: Request, error: Exception, status: int | None = None) -> Response | None:
@@ -97,8 +71,7 @@ def agent_error(request: Request, error: Exception, status: int | None = None) -
     path = request.url.path
     if not path.startswith("/sessions/"):
         return None
-    reply = refused(error, path, status)
-    return Response(reply.body, reply.status, dict(reply.headers), content_type(reply.stream))
+    return AgentResponse(refused(error, path, status))
 
 
 def _api_keys(salt: bytes, given: str, n: int) -> list[str]:
@@ -191,24 +164,20 @@ def add_agents(
             )
             replies = rollout.call_session(passed, wait_s=2 * config.generation_s)
             # Without its body, a request is refused at once, and nothing more of it is read.
-            reply = await (anext(replies) if body is None else _unless_gone(request, replies))
-        kind = content_type(reply.stream)
-        more = dict(reply.headers) | ({"Connection": "close"} if body is None else {})
-        passed_on = _PassedOn(replies, path)
+            first = anext(replies)
+            answer = await (first if body is None else unless_hung_up(request.receive, first))
+        reply = await _reply_of(answer, replies, path)
+        if body is None:
+            reply = replace(reply, headers={**reply.headers, "Connection": "close"})
 
-        async def sent() -> None:
-            if passed_on.whole and reply.receipt and sessions is not None:
-                # Without this record the answer counts as lost if the client asks again.
-                with suppress(ArealError):
-                    await sessions.update(UpdateSessionRequest.FromString(reply.receipt))
+        async def delivered() -> None:
+            # Without this record the answer counts as lost if the client asks again.
+            with suppress(ArealError):
+                await ledger.update(UpdateSessionRequest.FromString(answer.receipt))
 
-        after = BackgroundTask(sent)
-        if not reply.stream:
-            await replies.aclose()
-            passed_on.whole = True
-            return Response(reply.body, reply.status, more, kind, after)
-        parts = passed_on.parts(reply.body)
-        return StreamingResponse(parts, reply.status, more, kind, after)
+        if (ledger := sessions) is not None and answer.receipt:
+            reply = replace(reply, delivered=delivered)
+        return AgentResponse(reply)
 
     for path in ("/sessions/{session_id}", "/sessions/{session_id}/{path:path}"):
         app.add_api_route(path, call, methods=["GET", "POST"], include_in_schema=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from areal.clients.buffer.sessions import BufferSessions
 from areal.clients.rollout import RolloutClient
 from areal.errors import (
     ArealError,
-    CapacityExceeded,
     InvalidInput,
     NotFound,
     Unauthenticated,
     Unavailable,
+    http_headers,
 )
 from areal.tokenizer.json_text import dumps
 from areal_gateway.agents import add_agents, agent_error
@@ -110,10 +109,7 @@ def _add_errors(app: FastAPI) -> None:
         # A service behind the gateway failed, or refused the gateway's own token.
         if code == 500 or isinstance(error, Unauthenticated):
             code = 502
-        headers = {}
-        if isinstance(error, CapacityExceeded) and error.retry_after_s is not None:
-            headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-        return Json({"error": str(error)}, status_code=code, headers=headers)
+        return Json({"error": str(error)}, status_code=code, headers=http_headers(error))
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
 from aiohttp import web
 
 from areal.addresses import join_address, loopback
-from areal.agents.replies import content_type, refused
+from areal.agents.replies import refused, send
 from areal.agents.routes import handle
 from areal.agents.session import Session
 from areal.chassis.http_connections import IDLE_S, HttpSite
@@ -91,21 +90,14 @@ class Endpoint:
             reply = refused(too_large, request.path, error.status)
         else:
             reply = await handle(find, request.method, request.path, request.headers, content)
-        kind = content_type(reply.stream)
-        if reply.parts is not None:
-            stream = web.StreamResponse(status=reply.status, headers=reply.headers)
-            stream.content_type = kind
-            async with aclosing(reply.parts) as parts:
-                await stream.prepare(request)
-                async for part in parts:
-                    await stream.write(part)
-            await stream.write_eof()
-            return stream
-        response = web.Response(
-            status=reply.status, body=reply.body, content_type=kind, headers=reply.headers
-        )
-        if reply.sent is not None:
-            await response.prepare(request)
-            await response.write_eof()
-            await reply.sent()
+        response = web.StreamResponse(status=reply.status, headers=reply.http_headers())
+        if reply.parts is None:
+            response.content_length = len(reply.body)
+
+        async def write(part: bytes) -> None:
+            if request.method != "HEAD":
+                await response.write(part)
+
+        await send(reply, lambda: response.prepare(request), write, response.write_eof)
+        await reply.arrived()
         return response

@@ -2,17 +2,18 @@
 
     the session ── AnswerDelta ──> queue ──> events ──> parts of the body ──> HTTP
 
+All HTTP servers of agents send a `Reply` with `send`, and add only their framework's own calls.
+
 | the request ends             | then                                                            |
 |------------------------------|-----------------------------------------------------------------|
 | with an error, before text   | the reply has the status of the error                           |
 | with an error, after text    | the error is the last event of the stream                       |
-| because the agent hangs up   | `aclose` stops the generation                                   |
+| because the agent hangs up   | `send` ends, and stops the generation                           |
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -25,12 +26,13 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from areal.agents.chat import Answer
 from areal.agents.partial import AnswerDelta, OnDelta
 from areal.agents.session import Session
-from areal.errors import ArealError, CapacityExceeded, PromptTooLong
+from areal.errors import ArealError, PromptTooLong, http_headers
 from areal.tokenizer.json_text import dumps
 
 _MAX_MESSAGE = 2000
@@ -54,18 +56,42 @@ class Events(Protocol):
 
 
 class Parts:
-    """The parts of a streamed body; `aclose` stops the generation behind them."""
+    """The parts of a streamed body; if there is an error, the last one says it. Must be closed."""
 
-    def __init__(self, parts: AsyncGenerator[bytes], task: asyncio.Task[list[Answer]]) -> None:
-        self._parts, self._task = parts, task
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes],
+        failed: Callable[[Exception], bytes],
+        stop: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Takes what makes the parts.
+
+        Args:
+            parts: The parts, or an exception.
+            failed: Returns the part that says this exception to the agent.
+            stop: Stops what makes the parts.
+        """
+        self._parts, self._failed, self._stop = parts, failed, stop
+        self._read = self._until_failed()
+        self.whole = False
+        """Whether all parts were taken, and none of them says an error."""
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._parts
+        return self._read
+
+    async def _until_failed(self) -> AsyncGenerator[bytes]:
+        try:
+            async for part in self._parts:
+                yield part
+            self.whole = True
+        except Exception as error:
+            yield self._failed(error)
 
     async def aclose(self) -> None:
         """May be called at any time; when it returns, the generation has stopped."""
+        await self._read.aclose()
         await self._parts.aclose()
-        await _stop(self._task)
+        await self._stop()
 
 
 @dataclass(frozen=True)
@@ -77,17 +103,63 @@ class Reply:
     stream: bool = False
     """Whether the body is server-sent events."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    sent: Callable[[], Awaitable[None]] | None = None
-    """To be awaited once the whole body has been sent."""
+    """Besides those of `http_headers`."""
+    delivered: Callable[[], Awaitable[None]] | None = None
+    """Records that the agent has the answers; see `arrived`."""
     parts: Parts | None = None
-    """A streamed body, which replaces `body`; must be closed."""
+    """The rest of a streamed body, after `body`; must be closed."""
     receipt: bytes = b""
     """What the process that sends the body to the client has to store once it has."""
 
+    def http_headers(self) -> dict[str, str]:
+        """Returns all headers but those about the body's length."""
+        if not self.stream:
+            return {"Content-Type": "application/json", **self.headers}
+        # Events are UTF-8; some clients take text without a charset for Latin-1. A proxy that
+        # buffers would hold back all events until the last.
+        return {
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+            **self.headers,
+        }
 
-def content_type(stream: bool) -> str:
-    """Returns the media type of a reply's body."""
-    return "text/event-stream" if stream else "application/json"
+    async def arrived(self) -> None:
+        """Records the answers as delivered, unless the stream ended with an error.
+
+        Call it once all of the reply has been sent to a client that did not hang up.
+        """
+        if self.delivered is not None and (self.parts is None or self.parts.whole):
+            await self.delivered()
+
+
+async def send(
+    reply: Reply,
+    begin: Callable[[], Awaitable[object]],
+    write: Callable[[bytes], Awaitable[object]],
+    end: Callable[[], Awaitable[object]],
+) -> None:
+    """Sends a reply with a server's own calls; however it ends, the generation has stopped.
+
+    Args:
+        reply: What to send.
+        begin: Sends the status and `http_headers`.
+        write: Sends a part of the body. When the client hangs up, it raises, or its task is
+            canceled.
+        end: Sends the end of the body.
+    """
+    try:
+        await begin()
+        if reply.body:
+            await write(reply.body)
+        if reply.parts is not None:
+            async for part in reply.parts:
+                await write(part)
+    finally:
+        if reply.parts is not None:
+            await reply.parts.aclose()
+    # Last, since a server may take a client that has the whole answer for one that hung up.
+    await end()
 
 
 def failure(error: Exception, *, typed: bool, anthropic: bool) -> tuple[int, Event]:
@@ -131,14 +203,11 @@ def refused(error: Exception, path: str, status: int | None = None) -> Reply:
         path: The request's; may begin with anything.
         status: Its status, where that is known; else the one of the error's class.
     """
-    more = {}
-    if isinstance(error, CapacityExceeded):
-        more["Retry-After"] = str(math.ceil(error.retry_after_s or 1))
     anthropic = is_anthropic(path)
     code, body = failure(error, typed=anthropic, anthropic=anthropic)
     if status == 413:
         body["error"]["type"] = "request_too_large"
-    return Reply(status or code, dumps(body), headers=more)
+    return Reply(status or code, dumps(body), headers=http_headers(error))
 
 
 def is_anthropic(path: str) -> bool:
@@ -187,29 +256,31 @@ async def streamed(
 
     async def parts(first: AnswerDelta) -> AsyncGenerator[bytes]:
         events = write(first.first)
-        try:
-            yield framed(events.begin(first)) + framed(events.more(first))
-            while (delta := await news.get()) is not None:
-                yield framed(events.more(delta))
-            answers = await task
-            yield ending(events, answers)
-            await delivery(session, answers)()
-        except Exception as error:
-            if not isinstance(error, ArealError):
-                session.bug(error)
-            yield framed([failure(error, typed=named, anthropic=anthropic)[1]])
+        yield framed(events.begin(first)) + framed(events.more(first))
+        while (delta := await news.get()) is not None:
+            yield framed(events.more(delta))
+        yield ending(events, await task)
+
+    def failed(error: Exception) -> bytes:
+        if not isinstance(error, ArealError):
+            session.bug(error)
+        return frame(failure(error, typed=named, anthropic=anthropic)[1], named)
+
+    async def delivered() -> None:
+        await delivery(session, await task)()
 
     try:
         first = await news.get()
         if first is not None:
-            return Reply(200, b"", stream=True, parts=Parts(parts(first), task))
+            rest = Parts(parts(first), failed, partial(_stop, task))
+            return Reply(200, b"", stream=True, parts=rest, delivered=delivered)
         answers = await task
     except BaseException:
         await _stop(task)
         raise
     events = write(answers[0].number)
     body = framed(events.begin()) + ending(events, answers)
-    return Reply(200, body, stream=True, sent=delivery(session, answers))
+    return Reply(200, body, stream=True, delivered=delivered)
 
 
 def frame(event: Event, named: bool) -> bytes:

@@ -234,5 +234,5 @@ def _model(name: str) -> dict[str, Any]:
 def _json(
     body: Mapping[str, Any], session: Session | None = None, answers: Sequence[Answer] = ()
 ) -> Reply:
-    sent = None if session is None else delivery(session, answers)
-    return Reply(200, dumps(body), sent=sent)
+    delivered = None if session is None else delivery(session, answers)
+    return Reply(200, dumps(body), delivered=delivered)

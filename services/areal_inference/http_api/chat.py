@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
-from starlette.types import Receive
 
+from areal.agents.asgi import AgentResponse, unless_hung_up
 from areal.agents.calls import Calls
-from areal.agents.replies import content_type
 from areal.agents.routes import handle
 from areal.agents.session import Model, Session
 from areal.errors import InvalidInput
@@ -32,11 +30,7 @@ from areal.workflows.rendering import TemplateRenderer
 from areal_inference.api import GenerateCall, parse_generate
 from areal_inference.decode.request import Request
 from areal_inference.frontend import Frontend
-from areal_inference.http_api.generation import (
-    abort_on_disconnect,
-    abort_unfinished,
-    updates,
-)
+from areal_inference.http_api.generation import abort_unfinished, updates
 from areal_inference.http_api.requests import guarded, read_body
 
 _LIVE_TOKENS = 4
@@ -66,32 +60,19 @@ class _Chat:
         content = await read_body(http)
 
         async def session(_: str) -> Session:
-            return self._session(content if http.method == "POST" else b"{}", http.receive)
+            return self._session(content if http.method == "POST" else b"{}")
 
-        reply = await handle(session, http.method, http.url.path, http.headers, content)
-        kind = content_type(reply.stream)
-        if (parts := reply.parts) is not None:
+        answering = handle(session, http.method, http.url.path, http.headers, content)
+        return AgentResponse(await unless_hung_up(http.receive, answering))
 
-            async def body() -> AsyncGenerator[bytes]:
-                async with aclosing(parts):
-                    async for part in parts:
-                        yield part
-
-            return StreamingResponse(body(), reply.status, dict(reply.headers), media_type=kind)
-        return Response(reply.body, reply.status, dict(reply.headers), media_type=kind)
-
-    def _session(self, content: bytes, receive: Receive) -> Session:
+    def _session(self, content: bytes) -> Session:
         frontend = self._frontend
         if frontend.tokenizer is None:
             raise InvalidInput("this server has no tokenizer: expected /generate with input_ids")
         room = frontend.context_length
-
-        async def generate(request: LLMRequest) -> list[LLMResponse]:
-            return await self._generate(request, receive)
-
         model = Model(
             frontend.config.served_model_name or frontend.config.model_path,
-            generate,
+            self._generate,
             self._tokenizer,
             TemplateRenderer(self._tokenizer),
             _sampling(body_of(content), room),
@@ -99,7 +80,7 @@ class _Chat:
         )
         return Session(uuid.uuid4().hex, model, Calls())
 
-    async def _generate(self, request: LLMRequest, receive: Receive) -> list[LLMResponse]:
+    async def _generate(self, request: LLMRequest) -> list[LLMResponse]:
         frontend, sampling = self._frontend, request.gconfig
         limits = frontend.limits
         room = min(limits.context_length, limits.max_total_tokens) - len(request.input_ids)
@@ -123,7 +104,6 @@ class _Chat:
         parse = partial(parse_generate, body, limits, None, constrain=frontend.constrain)
         call = await asyncio.to_thread(parse) if request.grammar else parse()
         frontend.start(call)
-        watch = asyncio.create_task(abort_on_disconnect(frontend, call, receive))
         try:
             if request.on_tokens is None:
                 for one in call.requests:
@@ -132,7 +112,6 @@ class _Chat:
                 async for index, one in updates(call.requests):
                     request.on_tokens(index, list(one.output_ids))
         finally:
-            watch.cancel()
             abort_unfinished(frontend, call)
             frontend.finished(call)
         return _responses(call)

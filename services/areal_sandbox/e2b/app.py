@@ -18,7 +18,6 @@ The first four ask for the token (X-API-Key, or a bearer); the others for the bo
 from __future__ import annotations
 
 import hmac
-import math
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from urllib.parse import parse_qsl
@@ -27,7 +26,7 @@ from aiohttp import web
 
 from areal.chassis.http_connections import HttpSite
 from areal.chassis.logging import get_logger
-from areal.errors import ArealError, CapacityExceeded, InvalidInput, NotFound
+from areal.errors import ArealError, InvalidInput, NotFound, http_headers
 from areal.protocol.boxes import Limits
 from areal.request_fields import texts_by_name
 from areal.security import UNAUTHENTICATED, Security
@@ -106,8 +105,7 @@ class E2BApp:
             if not control and request.path != "/files":
                 return connect.refusal(error)
             response = _refusal(error.http_status, str(error))
-            if isinstance(error, CapacityExceeded) and error.retry_after_s is not None:
-                response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+            response.headers.update(http_headers(error))
             return response
 
     # -- control --------------------------------------------------------------------------------
