@@ -46,21 +46,7 @@ class Layout:
         Raises:
             ConfigError: the string has another form, or its numbers do not divide each other.
         """
-        if re.fullmatch(r"([dstcep]\d+)+", text) is None:
-            raise ConfigError(f"trainer layout {text!r}: expected e.g. {_FORM}")
-        parts = re.findall(r"([dstcep])(\d+)", text)
-        sizes = {letter: int(number) for letter, number in parts}
-        if len(sizes) < len(parts):
-            raise ConfigError(f"trainer layout {text!r}: expected each letter once")
-        if sizes.get("d", 0) < 1:
-            raise ConfigError(f"trainer layout {text!r}: needs d1 or more")
-        if sizes.pop("p", 1) != 1:
-            raise ConfigError(
-                f"trainer layout {text!r}: expected p1, because the trainer has no pipeline "
-                "parallelism"
-            )
-        if zero := [letter for letter, size in sizes.items() if size < 1]:
-            raise ConfigError(f"trainer layout {text!r}: {zero[0]}0: expected 1 or more")
+        sizes = _sizes(text, "dstcep", f"trainer layout {text!r}", _FORM)
         layout = cls(
             data=sizes["d"],
             shard=sizes.get("s", sizes["d"]),
@@ -176,6 +162,23 @@ class Layout:
             )
 
 
+def _sizes(text: str, letters: str, what: str, form: str) -> dict[str, int]:
+    """Returns the number behind each letter; p is left out, since it can only be 1."""
+    if re.fullmatch(rf"([{letters}][0-9]{{1,6}})+", text) is None:
+        raise ConfigError(f"{what}: expected e.g. {form}")
+    parts = re.findall(r"([a-z])(\d+)", text)
+    sizes = {letter: int(number) for letter, number in parts}
+    if len(sizes) < len(parts):
+        raise ConfigError(f"{what}: expected each letter once")
+    if sizes.get("d", 0) < 1:
+        raise ConfigError(f"{what}: needs d1 or more")
+    if sizes.pop("p", 1) != 1:
+        raise ConfigError(f"{what}: expected p1, because there is no pipeline parallelism")
+    if zero := [letter for letter, size in sizes.items() if size < 1]:
+        raise ConfigError(f"{what}: {zero[0]}0: expected 1 or more")
+    return sizes
+
+
 class Sharing(StrEnum):
     """Whether servers and trainer use the same GPUs, and how."""
 
@@ -208,6 +211,17 @@ class Allocation:
     chosen: bool = True
     """False: `auto`, for which the launcher puts another."""
 
+    def __str__(self) -> str:
+        """The shortest string that is parsed to this."""
+        if not self.chosen:
+            return AUTO
+        if not self.inference_replicas:
+            return f"fsdp:{self.layout}"
+        width = f"t{self.inference_gpus}" if self.inference_gpus > 1 else ""
+        join = "|" if self.sharing.together else "+"
+        how = f"@{self.sharing}" if self.sharing in _WAYS else ""
+        return f"sglang:d{self.inference_replicas}{width}{join}fsdp:{self.layout}{how}"
+
     @property
     def trainer_ranks(self) -> int:
         return self.layout.ranks
@@ -217,6 +231,20 @@ class Allocation:
         """GPUs of servers and trainer in all, where each server and each rank uses some."""
         servers = self.inference_replicas * self.inference_gpus
         return self.layout.ranks + (0 if self.sharing.together else servers)
+
+
+def of_ranks(
+    ranks: int, servers: int = 1, width: int = 1, sharing: Sharing = Sharing.APART
+) -> Allocation:
+    """Return an allocation in which each trainer rank has its own share of the batch.
+
+    Args:
+        ranks: number of trainer ranks.
+        servers: number of inference servers.
+        width: GPUs of each server.
+        sharing: whether both use the same GPUs.
+    """
+    return Allocation(servers, Layout(ranks, ranks), width, sharing)
 
 
 _HOW = r"(?:@(?P<how>\w*))?"
@@ -248,19 +276,14 @@ def parse_allocation(text: str) -> Allocation:
             "'sglang:d4t2+fsdp:d8t2c2e4', 'sglang:d1|fsdp:d1' for both on the same GPUs, "
             "'sglang.d12p1t1+d4p1t1', 'fsdp:d1' without servers, or 'auto'"
         )
-    servers = dict(re.findall(r"([dpt])(\d+)", match["gen"])) or {"d": "0"}
-    if match["gen"] and int(servers.get("d", 0)) < 1:
-        raise ConfigError(f"allocation_mode {text!r}: {match['gen']!r} needs d1 or more")
-    if int(servers.get("p", 1)) != 1:
-        raise ConfigError(
-            f"allocation_mode {text!r}: {match['gen']!r}: expected p1, because servers have no "
-            "pipeline parallelism"
-        )
+    servers = {"d": 0}
+    if given := match["gen"]:
+        servers = _sizes(given, "dpt", f"allocation_mode {text!r}: servers {given!r}", "'d4t2'")
     try:
         layout = Layout.parse(match["train"])
     except ConfigError as error:
         raise ConfigError(f"allocation_mode {text!r}: {error}") from None
-    replicas, width = int(servers["d"]), max(1, int(servers.get("t", 1)))
+    replicas, width = servers["d"], servers.get("t", 1)
     sharing = _sharing(text, match["join"] or "+", match["how"])
     if sharing.together and replicas * width != layout.ranks:
         raise ConfigError(
@@ -285,13 +308,3 @@ def _sharing(text: str, join: str, how: str | None) -> Sharing:
             "the one that fits"
         )
     return Sharing(how)
-
-
-def said_how(text: str, sharing: Sharing) -> str:
-    """Returns an allocation string with `|` that also says how GPUs are shared.
-
-    Example:
-        >>> said_how("sglang:d1|fsdp:d1", Sharing.SHARED)
-        'sglang:d1|fsdp:d1@shared'
-    """
-    return f"{text.partition('@')[0]}@{sharing}"

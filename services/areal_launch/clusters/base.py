@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal.addresses import loopback
-from areal.config.allocation import parse_allocation
+from areal.config.allocation import Sharing, of_ranks, parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import CannotStart, ConfigError
 from areal_launch.gpus.engine import CPU, uses_cpu_engine
@@ -143,9 +143,8 @@ def too_few_nodes(config: BaseExperimentConfig, there: int) -> str:
         taken += f" of {width} GPUs"
     ways = ["run it --on slurm or ray"] if there == 1 else ["take more nodes"]
     if there == 1 and servers and gpus % width == 0 and allocation.layout.plain:
-        tensor = f"t{width}" if width > 1 else ""
-        same = f"'sglang:d{gpus // width}{tensor}|fsdp:d{gpus}'"
-        ways.insert(0, f"put both on the same GPUs with allocation_mode={same}")
+        same = of_ranks(gpus, gpus // width, width, Sharing.FITTING)
+        ways.insert(0, f"put both on the same GPUs with allocation_mode='{same}'")
     if gpus > 1:
         ways.append(f"choose an allocation_mode of at most {gpus * there} GPUs")
     if servers:

@@ -14,6 +14,7 @@ import re
 import signal
 
 from areal.chassis.logging import configure_logging
+from areal.config.allocation import of_ranks
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import ConfigError
 from areal_launch.clusters.base import Cluster, Placement
@@ -47,7 +48,7 @@ def serve_model(model: str, overrides: list[str], *, servers: int, port: int, gp
         f"model.path={model}",
         "experiment_name=serve",
         f"trial_name={name}",
-        f"allocation_mode=sglang:d{servers}t{max(gpus, 1)}+fsdp:d1",
+        f"allocation_mode={of_ranks(1, servers, max(gpus, 1))}",
         f"stack.gpus_per_node={servers * gpus}",
     ]
     resolved = resolve_up(None, None, [*settings, *overrides])

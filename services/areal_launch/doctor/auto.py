@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from areal.config.allocation import Sharing, of_ranks
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.errors import CannotStart
 from areal.memory_estimate import GIB, ModelShape
@@ -44,17 +45,18 @@ def choose(config: BaseExperimentConfig, shape: ModelShape | None, free: Sequenc
         CannotStart: The model fits in no way.
     """
     if not free:
-        return Choice("sglang:d1+fsdp:d1", "no GPUs (stack.gpus_per_node=0), so one CPU engine")
+        return Choice(str(of_ranks(1)), "no GPUs (stack.gpus_per_node=0), so one CPU engine")
     count, least = len(free), min(free)
     there = f"{count} GPU{'s' * (count > 1)} with {least / GIB:.1f} GiB free"
     if not servers_on_gpus(config):
-        mode = f"sglang:d1+fsdp:d{_most_ranks(config, count)}"
+        mode = str(of_ranks(_most_ranks(config, count)))
         return Choice(mode, f"{there}, which all train, because the servers use none of them")
     if shape is None or not least or not isinstance(config, GRPOConfig):
         if count == 1:
-            return Choice("sglang:d1|fsdp:d1", f"{there}: servers and trainer share it")
+            mode = str(of_ranks(1, sharing=Sharing.FITTING))
+            return Choice(mode, f"{there}: servers and trainer share it")
         train = _most_ranks(config, count // 2)
-        mode = f"sglang:d{count - train}+fsdp:d{train}"
+        mode = str(of_ranks(train, count - train))
         return Choice(mode, f"{there}, the model's size is not known yet: half of them serve")
     for mode in _apart(config, count):
         tried = replace(config, allocation_mode=mode)
@@ -71,8 +73,7 @@ def choose(config: BaseExperimentConfig, shape: ModelShape | None, free: Sequenc
     for width in _WIDTHS:
         if count % width or _most_ranks(config, count) < count:
             continue
-        tensor = f"t{width}" if width > 1 else ""
-        mode = f"sglang:d{count // width}{tensor}|fsdp:d{count}"
+        mode = str(of_ranks(count, count // width, width, Sharing.FITTING))
         try:
             return Choice(
                 mode, f"{there}: {split(replace(config, allocation_mode=mode), shape, least).why}"
@@ -94,7 +95,7 @@ def _apart(config: GRPOConfig, count: int) -> Iterator[str]:
         for width in _WIDTHS:
             servers, left = divmod(count - ranks, width)
             if servers and not left:
-                yield f"sglang:d{servers}{f't{width}' if width > 1 else ''}+fsdp:d{ranks}"
+                yield str(of_ranks(ranks, servers, width))
 
 
 def _most_ranks(config: BaseExperimentConfig, count: int) -> int:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from areal.config.allocation import AUTO, parse_allocation
+from areal.config.allocation import AUTO, Layout, of_ranks, parse_allocation
 from areal.config.experiment import BaseExperimentConfig
 from areal.errors import CannotStart
 from areal_launch.clusters.base import count_nodes, servers_on_gpus, too_few_nodes
@@ -270,12 +270,10 @@ def _suggestion(config: BaseExperimentConfig, gpus: int) -> str:
     if not allocation.layout.plain:
         return ""
     if not servers_on_gpus(config):
-        kept, _, trainer = config.allocation_mode.partition("+")
-        return f"{kept}+fsdp:d{gpus}" if trainer else f"fsdp:d{gpus}"
+        return str(replace(allocation, layout=Layout(gpus, gpus)))
     width = allocation.inference_gpus
     servers = gpus // 2 // width
-    tensor = f"t{width}" if width > 1 else ""
-    return f"sglang:d{servers}{tensor}+fsdp:d{gpus - servers * width}" if servers else ""
+    return str(of_ranks(gpus - servers * width, servers, width)) if servers else ""
 
 
 def _devices(indices: Iterable[int], torch: TorchFound | None) -> tuple[Device, ...]:

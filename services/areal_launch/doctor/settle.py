@@ -9,10 +9,10 @@ Services, servers and trainer read the result in the experiment file of the run.
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal.config.allocation import Sharing, parse_allocation, said_how
+from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import BaseExperimentConfig, validate
 from areal.errors import InvalidInput
 from areal.memory_estimate import ModelShape
@@ -65,7 +65,7 @@ def settle(config: BaseExperimentConfig, shape: ModelShape | None, machine: Mach
         elif sharing is Sharing.FITTING:
             sharing = Sharing.SHARED
             whys.append("servers and trainer share no GPU")
-        config.allocation_mode = said_how(config.allocation_mode, sharing)
+        config.allocation_mode = str(replace(allocation, sharing=sharing))
     validate(config)
     chosen = f"allocation_mode {given!r} is {config.allocation_mode!r}"
     return Settled(f"{chosen}: {'; '.join(whys)}" if whys else "", part)

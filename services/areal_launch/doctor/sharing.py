@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from areal.config.allocation import Sharing, parse_allocation, said_how
+from areal.config.allocation import Sharing, parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.errors import CannotStart
 from areal.memory_estimate import CUDA, GIB, SURELY, ModelShape
@@ -74,12 +74,13 @@ def split(config: BaseExperimentConfig, shape: ModelShape | None, free: int) -> 
     Raises:
         CannotStart: They do not fit in the way that is asked for, or in no way.
     """
-    wanted = parse_allocation(config.allocation_mode).sharing
+    allocation = parse_allocation(config.allocation_mode)
+    wanted = allocation.sharing
     if shape is None or not isinstance(config, GRPOConfig) or not free:
         return _halves(wanted, free)
     shared = _shared(config, shape, free)
     if wanted is Sharing.SHARED and not shared.part:
-        instead = said_how(config.allocation_mode, Sharing.ALTERNATING)
+        instead = replace(allocation, sharing=Sharing.ALTERNATING)
         raise CannotStart(
             f"allocation_mode {config.allocation_mode!r}: {shared.why}; take turns with "
             f"allocation_mode='{instead}', or {_ways_out(config, shape)}"

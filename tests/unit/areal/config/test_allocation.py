@@ -1,8 +1,14 @@
 """How an allocation string describes the trainer's ranks, and the products it refuses."""
 
-import pytest
+import re
+from dataclasses import replace
+from pathlib import Path
 
-from areal.config.allocation import Layout, Sharing, parse_allocation, said_how
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.config.allocation import Allocation, Layout, Sharing, of_ranks, parse_allocation
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import ConfigError
 
@@ -121,7 +127,8 @@ def test_allocation_when_gpus_are_shared_or_not_then_says_how(text, sharing):
     apart = 0 if sharing.together else servers
     assert allocation.gpus == allocation.trainer_ranks + apart
     if sharing.together:
-        assert parse_allocation(said_how(text, Sharing.SHARED)).sharing is Sharing.SHARED
+        said = replace(allocation, sharing=Sharing.SHARED)
+        assert parse_allocation(str(said)) == said
 
 
 @pytest.mark.parametrize(
@@ -134,6 +141,11 @@ def test_allocation_when_gpus_are_shared_or_not_then_says_how(text, sharing):
         ("sglang:d1|fsdp:d1@", "'@': expected @shared, @alternating, or nothing"),
         ("sglang:d1|fsdp:d1@apart", "'@apart': expected @shared"),
         ("sglang:d1||fsdp:d1", "expected e.g."),
+        ("sglang:d2d3+fsdp:d1", "servers 'd2d3': expected each letter once"),
+        ("sglang:7d2+fsdp:d1", "servers '7d2': expected e.g. 'd4t2'"),
+        ("sglang:d2t0+fsdp:d1", "servers 'd2t0': t0: expected 1 or more"),
+        ("sglang.d2t+d1", "servers 'd2t': expected e.g. 'd4t2'"),
+        (f"sglang:d1+fsdp:d{'9' * 5000}", "expected e.g. 'd8'"),
         ("|fsdp:d1", "expected e.g."),
         ("fsdp:d1@shared", "expected e.g."),
         ("Auto", "or 'auto'"),
@@ -144,3 +156,45 @@ def test_allocation_when_it_shares_wrongly_then_one_line(text, said):
         parse_allocation(text)
     assert said in str(refused.value)
     assert str(refused.value).startswith(f"allocation_mode {text!r}")
+
+
+_COUNT = st.integers(1, 16)
+
+
+@st.composite
+def allocations(draw: st.DrawFn) -> Allocation:
+    shard, copies, tensor, context = (draw(_COUNT) for _ in range(4))
+    experts = draw(st.sampled_from([1, shard * tensor * context]))
+    layout = Layout(shard * copies, shard, tensor, context, experts)
+    sharing, width = draw(st.sampled_from(Sharing)), draw(_COUNT)
+    servers = draw(st.integers(0, 16)) if sharing is Sharing.APART else layout.ranks
+    if servers == 0 or sharing is not Sharing.APART:
+        width = 1
+    return Allocation(servers, layout, width, sharing)
+
+
+@given(allocations())
+def test_allocation_when_printed_then_it_is_parsed_to_the_same(allocation):
+    assert parse_allocation(str(allocation)) == allocation
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("auto", "auto"),
+        ("sglang.d12p1t1+d4p1t1", "sglang:d12+fsdp:d4"),
+        ("fsdp:d16s8", "fsdp:d16s8"),
+        ("sglang:d2t2|fsdp:d4@shared", "sglang:d2t2|fsdp:d4@shared"),
+        ("sglang:d2t1|fsdp:d2", "sglang:d2|fsdp:d2"),
+    ],
+)
+def test_allocation_when_printed_then_it_is_the_shortest_form(text, printed):
+    assert str(parse_allocation(text)) == printed
+    assert str(of_ranks(4, 2, 2, Sharing.FITTING)) == "sglang:d2t2|fsdp:d4"
+
+
+def test_allocation_when_code_makes_one_then_it_is_printed_by_the_one_grammar():
+    services = Path(__file__).parents[4] / "services"
+    spelled = re.compile(r"(?:sglang|fsdp):d\{")  # in an f-string
+    found = [f for f in services.glob("areal*/**/*.py") if spelled.search(f.read_text("utf-8"))]
+    assert [f.name for f in found] == ["allocation.py"]
