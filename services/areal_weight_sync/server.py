@@ -18,7 +18,8 @@ from areal.v1.weight_sync_service_pb2_grpc import add_WeightSyncServiceServicer_
 from areal_weight_sync.announcer import Announcer
 from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.coordinator import Coordinator
-from areal_weight_sync.discovery.base import Discovery, make_sources
+from areal_weight_sync.discovery.base import Discovery
+from areal_weight_sync.discovery.sources import make_sources
 from areal_weight_sync.engine.givers import Givers
 from areal_weight_sync.engine.http import HttpEngine, open_session
 from areal_weight_sync.metrics import WeightSyncMetrics

@@ -21,8 +21,9 @@ from areal.weights.manifest import PolicyVersion
 from areal.weights.servers import ServerState
 from areal_weight_sync.config import WeightSyncConfig
 from areal_weight_sync.coordinator import Coordinator
-from areal_weight_sync.discovery.base import Discovery, Source, make_sources
+from areal_weight_sync.discovery.base import Discovery, Source
 from areal_weight_sync.discovery.dns import DnsSource
+from areal_weight_sync.discovery.sources import make_sources
 from areal_weight_sync.interfaces import Snapshot
 from areal_weight_sync.server_state import ServerRecord
 

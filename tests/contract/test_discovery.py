@@ -13,7 +13,8 @@ from tests.contract.discovery_worlds import PORT, WORLDS, Stack, World, running
 
 from areal.config.server_sources import parse_source
 from areal.errors import ConfigError, NotFound
-from areal_weight_sync.discovery.base import Source, make_sources
+from areal_weight_sync.discovery.base import Source
+from areal_weight_sync.discovery.sources import make_sources
 from areal_weight_sync.engine.base import EngineError, Fault
 from areal_weight_sync.server_state import ServerRecord
 

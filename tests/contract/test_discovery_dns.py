@@ -10,8 +10,8 @@ from tests.contract.discovery_worlds import PORT
 from tests.dns_server import DnsServer
 
 from areal.config.server_sources import parse_source
-from areal_weight_sync.discovery.base import make_sources
 from areal_weight_sync.discovery.dns import DnsSource
+from areal_weight_sync.discovery.sources import make_sources
 
 
 @pytest.fixture

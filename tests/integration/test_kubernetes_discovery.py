@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from tests.contract.discovery_worlds import CONDITION, Stack, World, running
 
-from areal_weight_sync.discovery.base import Source, make_sources
+from areal_weight_sync.discovery.base import Source
+from areal_weight_sync.discovery.sources import make_sources
 
 KUBECONFIG = os.environ.get("AREAL_TEST_KUBECONFIG", "")
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,8 @@ import pytest
 from tests.unit.areal_weight_sync.coordinator_rig import Rig, rig_of
 from tests.waiting import until
 
-from areal_weight_sync.discovery.base import StaticSource, make_sources
+from areal_weight_sync.discovery.base import StaticSource
+from areal_weight_sync.discovery.sources import make_sources
 from areal_weight_sync.member import Member
 
 
