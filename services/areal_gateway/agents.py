@@ -16,6 +16,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from fastapi import FastAPI, Request, Response
@@ -58,6 +59,12 @@ async def _reply_of(
         return replace(reply, parts=Parts(parts(), failed, rest.aclose))
     await rest.aclose()
     return reply
+
+
+async def _record(sessions: BufferSessions, receipt: bytes) -> None:
+    # Without this record the answer counts as lost if the client asks again.
+    with suppress(ArealError):
+        await sessions.update(UpdateSessionRequest.FromString(receipt))
 
 
 def agent_error(request: Request, error: Exception, status: int | None = None) -> Response | None:
@@ -169,14 +176,8 @@ def add_agents(
         reply = await _reply_of(answer, replies, path)
         if body is None:
             reply = replace(reply, headers={**reply.headers, "Connection": "close"})
-
-        async def delivered() -> None:
-            # Without this record the answer counts as lost if the client asks again.
-            with suppress(ArealError):
-                await ledger.update(UpdateSessionRequest.FromString(answer.receipt))
-
-        if (ledger := sessions) is not None and answer.receipt:
-            reply = replace(reply, delivered=delivered)
+        if sessions is not None and answer.receipt:
+            reply = replace(reply, delivered=partial(_record, sessions, answer.receipt))
         return AgentResponse(reply)
 
     for path in ("/sessions/{session_id}", "/sessions/{session_id}/{path:path}"):

@@ -67,6 +67,7 @@ class Worker:
 
     receipt = b""
     breaks = False
+    stream = True
 
     def __init__(self) -> None:
         self.calls: list[tuple[CallSessionRequest, float]] = []
@@ -78,7 +79,7 @@ class Worker:
         yield CallSessionResponse(
             status=418,
             body=b"data: 1\n\n",
-            stream=True,
+            stream=self.stream,
             headers={"Retry-After": "7"},
             receipt=self.receipt,
         )
@@ -439,3 +440,31 @@ async def test_open_when_the_task_has_unusual_json_then_kept_or_refused(gateway,
 
 def test_answer_when_it_has_a_long_integer_then_it_is_written_digit_for_digit():
     assert Json({"a": 3**90}).body == b'{"a":%d}' % 3**90
+
+
+async def test_answer_when_its_client_hangs_up_before_its_last_byte_then_it_is_not_delivered():
+    ledger, worker = Ledger(), Worker()
+    worker.receipt = UpdateSessionRequest(delivered=SessionDelivered()).SerializeToString()
+    worker.stream = False
+    full, gone, room = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    came = iter([{"type": "http.request"}])
+
+    async def receive() -> dict[str, Any]:
+        if (message := next(came, None)) is not None:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("body"):
+            full.set()
+            await room.wait()
+
+    headers = [(b"x-api-key", b"sk-1"), (b"content-length", b"0"), (b"host", b"gate")]
+    scope = scope_of("POST", "/sessions/s-0/v1/messages", headers)
+    serving = asyncio.create_task(app_of(ledger, worker)(scope, receive, send))
+    await full.wait()
+    gone.set()  # in this order, as uvicorn does
+    room.set()
+    await serving
+    assert ledger.updates == []
