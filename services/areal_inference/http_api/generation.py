@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
+from areal.agents.asgi import unless_hung_up
 from areal.chassis import tracing
 from areal_inference.api import GenerateCall, parse_generate, render
 from areal_inference.decode.grammar import KINDS
@@ -39,33 +40,48 @@ def generate_route(frontend: Frontend) -> Route:
         call = await asyncio.to_thread(parse) if is_slow(body) else parse()
         frontend.start(call)
         if call.stream:
-            return StreamingResponse(stream(call), media_type="text/event-stream")
-        watch = asyncio.create_task(abort_on_disconnect(frontend, call, http.receive))
+            return _Stream(events(call), partial(end, call))
         try:
-            for request in call.requests:
-                await request.woken.wait()
+            await unless_hung_up(http.receive, _all(call))
         finally:
-            watch.cancel()
-            frontend.finished(call)
-            _note(frontend, call)
+            end(call)
         answers = [render(request, call, decode) for request in call.requests]
         return json_response(answers if call.as_list else answers[0])
 
-    async def stream(call: GenerateCall) -> AsyncIterator[bytes]:
+    async def events(call: GenerateCall) -> AsyncIterator[bytes]:
         """Cumulative events, one or more tokens apart; several sequences carry an index."""
-        try:
-            async for index, request in updates(call.requests):
-                event = render(request, call, decode)
-                if call.as_list:
-                    event["index"] = index
-                yield b"data: " + orjson.dumps(event) + b"\n\n"
-            yield b"data: [DONE]\n\n"
-        finally:
-            abort_unfinished(frontend, call)
-            frontend.finished(call)
-            _note(frontend, call)
+        async for index, request in updates(call.requests):
+            event = render(request, call, decode)
+            if call.as_list:
+                event["index"] = index
+            yield b"data: " + orjson.dumps(event) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    def end(call: GenerateCall) -> None:
+        abort_unfinished(frontend, call)
+        frontend.finished(call)
+        _note(frontend, call)
 
     return generate
+
+
+class _Stream(StreamingResponse):
+    """A stream that ends its call, even one whose client left before the first event."""
+
+    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
+
+
+async def _all(call: GenerateCall) -> None:
+    for request in call.requests:
+        await request.woken.wait()
 
 
 def is_slow(body: Any) -> bool:
@@ -130,13 +146,6 @@ def _note(frontend: Frontend, call: GenerateCall) -> None:
             ],
         }
     )
-
-
-async def abort_on_disconnect(frontend: Frontend, call: GenerateCall, receive: Receive) -> None:
-    """A client that went away must not keep rows of the cache."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    abort_unfinished(frontend, call)
 
 
 def abort_unfinished(frontend: Frontend, call: GenerateCall) -> None:
