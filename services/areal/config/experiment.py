@@ -26,16 +26,16 @@ from areal.config.moved import hint_for
 from areal.config.presets import Algorithm, preset
 from areal.config.server_sources import parse_source
 from areal.config.services import (
-    BufferConfig,
+    BufferSection,
     CheckpointConfig,
     DatasetConfig,
     EndpointsConfig,
     ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    SandboxConfig,
+    RewardSection,
+    RolloutSection,
+    SandboxSection,
     StackConfig,
-    WeightSyncConfig,
+    WeightSyncSection,
 )
 from areal.config.trackers import TrackerName
 from areal.config.training import CriticConfig, PPOActorConfig, RefConfig
@@ -78,11 +78,11 @@ class BaseExperimentConfig:
     recipe: str = ""
     """The recipe file; set by `areal run`."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    buffer: BufferConfig = field(default_factory=BufferConfig)
-    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    reward: RewardSection = field(default_factory=RewardSection)
+    sandbox: SandboxSection = field(default_factory=SandboxSection)
+    buffer: BufferSection = field(default_factory=BufferSection)
+    weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerName = "none"
     """Where the metrics of each step go in addition to metrics.jsonl; docs/metrics.md says where
@@ -291,7 +291,7 @@ def validate(config: BaseExperimentConfig) -> None:
                 engine.layout = "" if layout.plain else str(layout)
 
 
-def _check_weights_path(own: WeightSyncConfig) -> None:
+def _check_weights_path(own: WeightSyncSection) -> None:
     path, url, rest = own.path.partition("://")
     if url and not (in_object_store(own.path) and _BUCKET.fullmatch(rest)):
         raise ConfigError(  # only the start of the value, which may contain a password

@@ -1,4 +1,8 @@
-"""The sections that services and launchers read."""
+"""The sections that services and launchers read.
+
+A service that reads a section of its own name runs with another class, `areal_rollout.config`'s
+`RolloutConfig` for example; such a section is a `RolloutSection`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ class DatasetConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutSection:
     """Generation: how many groups run at once, and how stale they may become."""
 
     max_concurrent_rollouts: Annotated[int, Ge(1)] = 256
@@ -85,7 +89,7 @@ class RolloutConfig:
 
 
 @dataclass
-class RewardConfig:
+class RewardSection:
     """Scoring: worker processes and their limits."""
 
     workers: Annotated[int, Ge(1)] = 1
@@ -102,7 +106,7 @@ class RewardConfig:
 
 
 @dataclass
-class SandboxConfig:
+class SandboxSection:
     """The sandbox service, which lends boxes for untrusted code."""
 
     boxes: Annotated[int, Ge(0)] = 0
@@ -116,7 +120,7 @@ class SandboxConfig:
 
 
 @dataclass
-class BufferConfig:
+class BufferSection:
     """The buffer service, which keeps the ledger in Redis."""
 
     max_memory_mb: Annotated[int, Ge(0)] = 2048
@@ -125,7 +129,7 @@ class BufferConfig:
 
 
 @dataclass
-class WeightSyncConfig:
+class WeightSyncSection:
     """How policy versions reach the inference servers."""
 
     transport: TransportName = "disk"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal import errors
-from areal.config.services import RolloutConfig
+from areal.config.services import RolloutSection
 from areal.protocol.leases import Take, TakeState
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, Purpose, Task, WorkflowSpec
@@ -57,7 +57,7 @@ class RemoteSGLangEngine:
         >>> batch = rollout.prepare_batch(loader, RLVRWorkflow("math", config.gconfig))
     """
 
-    def __init__(self, config: RolloutConfig) -> None:
+    def __init__(self, config: RolloutSection) -> None:
         """Connects to the services of the current run.
 
         Args:
