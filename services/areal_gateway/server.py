@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
-from areal.chassis.http_auth import OwnPagesOnly
+from areal.chassis.http_auth import BearerAuth
 from areal.chassis.http_server import HttpServer, bind
 from areal.chassis.service import Server, ServiceContext, run_service, split_address
 from areal.clients.base import Client
@@ -57,7 +57,7 @@ class GatewayServer(Server):
             BufferSessions(buffer) if buffer else None,
         )
         if sessions is None:
-            app.add_middleware(OwnPagesOnly, security=security)
+            app.add_middleware(BearerAuth, security=security, open_paths=frozenset())
         drain_s = int(config.drain_s)
         self._http = HttpServer(app, log_level="warning", timeout_graceful_shutdown=drain_s)
         self._serving: asyncio.Task[None] | None = None

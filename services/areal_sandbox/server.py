@@ -50,7 +50,7 @@ class SandboxServer(Server):
         if self._e2b is not None:
             host, _ = split_address(self._context.listen, "--listen")
             _, port = split_address(urlsplit(self._config.http).netloc, "endpoints.sandbox_http")
-            await self._e2b.listen(host, port)
+            await self._e2b.start(host, port)
 
     async def drain(self) -> None:
         """Destroys all boxes: what runs in them has no other end."""

@@ -36,7 +36,7 @@ SHORT = 15
 
 @asynccontextmanager
 async def _sidecar(folder: Path) -> AsyncIterator[str]:
-    runner = web.AppRunner(Sidecar(folder, Security()).app())
+    runner = web.AppRunner(Sidecar(folder, Security()).application())
     await runner.setup()
     port = free_port()
     await web.TCPSite(runner, "127.0.0.1", port).start()

@@ -73,7 +73,7 @@ async def test_version_when_read_by_the_sidecar_then_is_a_folder_any_engine_load
     new = rig.noisy(1)
     await run(lambda: rig.publisher(transport).publish(new, rig.announce))
     port = free_port()
-    runner = web.AppRunner(Sidecar(rig.root / "memory", SECURITY).app())
+    runner = web.AppRunner(Sidecar(rig.root / "memory", SECURITY).application())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     try:
@@ -101,7 +101,8 @@ async def test_version_when_a_sidecar_has_it_then_the_next_pulls_it_there(rig: R
     await run(lambda: rig.publisher("stream").publish(new, rig.announce))
     ports = free_port(), free_port()
     runners = [
-        await serve(Sidecar(rig.root / f"memory-{port}", SECURITY).app(), port) for port in ports
+        await serve(Sidecar(rig.root / f"memory-{port}", SECURITY).application(), port)
+        for port in ports
     ]
     source = f"{rig.url}/versions/{new.name}"
     try:
@@ -352,7 +353,7 @@ async def test_server_when_it_cannot_see_the_folder_then_its_sidecar_pulls(rig: 
     sidecar_port = free_port()
     runners = [
         await engine.start(),
-        await serve(Sidecar(rig.root / "memory", SECURITY).app(), sidecar_port),
+        await serve(Sidecar(rig.root / "memory", SECURITY).application(), sidecar_port),
     ]
     try:
         url = "http://{}:{}".format(*runners[0].addresses[0])

@@ -13,15 +13,16 @@ from areal.addresses import join_address, loopback
 from areal.agents.replies import refused, send
 from areal.agents.routes import handle
 from areal.agents.session import Session
-from areal.chassis.http_connections import IDLE_S, HttpSite
-from areal.errors import InvalidInput, Unauthenticated
+from areal.chassis.http_app import HttpApp
+from areal.errors import ArealError, Unauthenticated
+from areal.security import Security
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 KEY_HEADER, NAME_HEADER = "X-Areal-Key", "X-Session-ID"
 """Take the place of the API key where a client cannot set one, and name one of its sessions."""
 
 
-class Endpoint:
+class Endpoint(HttpApp):
     """Serves inside `async with`; finds a session by its API key.
 
     Example:
@@ -32,9 +33,15 @@ class Endpoint:
 
     def __init__(self, host: str = "") -> None:
         """`host`: the address of this machine on which it listens; "": loopback."""
+        super().__init__(
+            Security(allow_insecure_bind=True),  # each session has its own key
+            max_body_bytes=MAX_BODY_BYTES,
+            # An agent that hangs up wants no answer; the model is to stop.
+            cancel_handlers=True,
+            grace_s=0.0,
+        )
         self._sessions: dict[str, Callable[[str], Session]] = {}
         self._host = host or loopback()
-        self._runner: web.AppRunner | None = None
         self.base_url = ""
 
     def open(self, session: Session) -> str:
@@ -52,19 +59,7 @@ class Endpoint:
         return key
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            shutdown_timeout=0.0,
-            keepalive_timeout=IDLE_S,
-            # An agent that hangs up wants no answer; the model is to stop.
-            handler_cancellation=True,
-        )
-        await self._runner.setup()
-        await HttpSite(self._runner, self._host, 0).start()
-        self.base_url = f"http://{join_address(*self._runner.addresses[0][:2])}/v1"
+        self.base_url = f"http://{join_address(*await self.start(self._host, 0))}/v1"
         return self
 
     async def __aexit__(
@@ -73,8 +68,15 @@ class Endpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._runner is not None
-        await self._runner.cleanup()
+        await self.close()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.route("*", "/{path:.*}", self._serve)]
+
+    def refusal(self, request: web.Request, error: ArealError, status: int) -> web.Response:
+        """In the format of the API that the path belongs to."""
+        reply = refused(error, request.path, status)
+        return web.Response(status=status, body=reply.body, headers=reply.http_headers())
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         async def find(key: str) -> Session:
@@ -83,13 +85,8 @@ class Endpoint:
                 raise Unauthenticated("API key: expected the key of an open session")
             return opened(request.headers.get(NAME_HEADER, ""))
 
-        try:
-            content = await request.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            too_large = InvalidInput(f"body: expected at most {MAX_BODY_BYTES} bytes")
-            reply = refused(too_large, request.path, error.status)
-        else:
-            reply = await handle(find, request.method, request.path, request.headers, content)
+        content = await request.read()
+        reply = await handle(find, request.method, request.path, request.headers, content)
         response = web.StreamResponse(status=reply.status, headers=reply.http_headers())
         if reply.parts is None:
             response.content_length = len(reply.body)

@@ -10,14 +10,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-from aiohttp import web
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry, Counter
 
 from areal.security import UNAUTHENTICATED, Security
 
 OPEN_GRPC = f"/{health.SERVICE_NAME}/"
-OPEN_HTTP = ("/healthz", "/livez")
 
 
 class Doorkeeper:
@@ -31,10 +29,6 @@ class Doorkeeper:
             ["protocol"],
             registry=registry,
         )
-
-    def foreign(self, header: Callable[[str], str | None]) -> str:
-        """Says why an HTTP request may come from a foreign web page; "" if it does not."""
-        return self._security.foreign(header)
 
     def admits(self, authorization: str | bytes | None, protocol: str) -> bool:
         """Returns whether a call carries the token."""
@@ -68,24 +62,3 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, UNAUTHENTICATED)
-
-
-def http_middleware(doorkeeper: Doorkeeper) -> Any:
-    """Guards the chassis's small HTTP server: all routes except those for probes."""
-
-    @web.middleware
-    async def check(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if why := doorkeeper.foreign(request.headers.get):
-            return web.json_response({"error": why}, status=403)
-        admitted = request.path in OPEN_HTTP or doorkeeper.admits(
-            request.headers.get("Authorization"), "http"
-        )
-        if admitted:
-            return await handler(request)
-        return web.json_response(
-            {"error": UNAUTHENTICATED}, status=401, headers={"WWW-Authenticate": "Bearer"}
-        )
-
-    return check

@@ -19,20 +19,6 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-class OwnPagesOnly:
-    """Middleware for a server without a token: requests of foreign web pages get 403."""
-
-    def __init__(self, app: App, *, security: Security) -> None:
-        self.app = app
-        self._security = security
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and (why := self._security.foreign(_reader(scope))):
-            await answer(scope, send, json.dumps({"error": why}).encode(), "application/json", 403)
-        else:
-            await self.app(scope, receive, send)
-
-
 def _reader(scope: Scope) -> Callable[[str], str | None]:
     def read(name: str) -> str | None:
         value = header(scope, name.encode())
@@ -42,7 +28,7 @@ def _reader(scope: Scope) -> Callable[[str], str | None]:
 
 
 class BearerAuth:
-    """Middleware: a request without the token gets 401.
+    """Middleware: a request without the token gets 401, and one of a foreign web page 403.
 
     Example:
         app.add_middleware(BearerAuth, security=security, open_paths=frozenset({"/healthz"}))
@@ -55,7 +41,11 @@ class BearerAuth:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self.admits(scope):
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif why := self.security.foreign(_reader(scope)):
+            await answer(scope, send, json.dumps({"error": why}).encode(), "application/json", 403)
+        elif self.admits(scope):
             await self.app(scope, receive, send)
         else:
             await self.refuse(scope, send)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import logging
 import signal
 import socket
 import sys
@@ -31,17 +30,17 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import uvloop
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
 from areal.chassis import tracing
-from areal.chassis.authentication import Doorkeeper, TokenInterceptor, http_middleware
+from areal.chassis.authentication import Doorkeeper, TokenInterceptor
 from areal.chassis.background import Background
 from areal.chassis.health import BoundedHealthServicer
-from areal.chassis.http_connections import HEAD_WITHIN_S, IDLE_S, HttpSite
+from areal.chassis.http_app import HttpApp
+from areal.chassis.http_connections import HEAD_WITHIN_S
 from areal.chassis.interceptors import CallInterceptor
 from areal.chassis.logging import configure_logging, get_logger
 from areal.chassis.process import hide_memory, open_files
@@ -141,44 +140,50 @@ def check_address(address: str, key: str, security: Security) -> None:
             raise ConfigError(f"{key} {address}: cannot listen there: {error.strerror}") from None
 
 
-def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Bytes that are no HTTP are answered with 400; aiohttp would log a traceback of each."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+class _Pages(HttpApp):
+    """What a service tells probes and Prometheus about itself."""
 
+    open_paths = frozenset({"/healthz", "/livez"})
 
-async def _start_http(
-    context: ServiceContext, address: str, serving: asyncio.Event, doorkeeper: Doorkeeper
-) -> web.AppRunner:
-    host, port = split_address(address, "--metrics")
-    context.security.check_bind(host, "--metrics")
+    def __init__(
+        self, context: ServiceContext, serving: asyncio.Event, doorkeeper: Doorkeeper
+    ) -> None:
+        super().__init__(context.security)
+        self._context, self._serving, self._doorkeeper = context, serving, doorkeeper
 
-    async def metrics(_: web.Request) -> web.Response:
+    def routes(self) -> list[web.RouteDef]:
+        pages = {
+            "/metrics": self._metrics,
+            "/healthz": self._healthz,
+            "/livez": self._livez,
+            "/waits": self._waits,
+        }
+        return [web.get(path, page) for path, page in pages.items()]
+
+    def admits(self, request: web.Request) -> bool:
+        """Counts those that may not pass."""
+        return request.path in self.open_paths or self._doorkeeper.admits(
+            request.headers.get("Authorization"), "http"
+        )
+
+    async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(
-            body=generate_latest(context.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=generate_latest(self._context.registry),
+            headers={"Content-Type": CONTENT_TYPE_LATEST},
         )
 
-    async def healthz(_: web.Request) -> web.Response:
-        ready = serving.is_set()
+    async def _healthz(self, _: web.Request) -> web.Response:
+        ready = self._serving.is_set()
         return web.json_response(
-            {"service": context.name, "serving": ready}, status=200 if ready else 503
+            {"service": self._context.name, "serving": ready}, status=200 if ready else 503
         )
 
-    async def livez(_: web.Request) -> web.Response:
+    async def _livez(self, _: web.Request) -> web.Response:
         # Also while the service starts, stands by or drains: only a process that hangs is silent.
-        return web.json_response({"service": context.name, "alive": True})
+        return web.json_response({"service": self._context.name, "alive": True})
 
-    async def waits(_: web.Request) -> web.Response:
-        return web.json_response(context.waits.as_json(context.name))
-
-    app = web.Application(middlewares=[http_middleware(doorkeeper)])
-    pages = {"/metrics": metrics, "/healthz": healthz, "/livez": livez, "/waits": waits}
-    app.add_routes([web.get(path, page) for path, page in pages.items()])
-    logger = logging.getLogger("aiohttp.server")
-    logger.addFilter(_is_our_fault)
-    runner = web.AppRunner(app, access_log=None, logger=logger, keepalive_timeout=IDLE_S)
-    await runner.setup()
-    await HttpSite(runner, host, port).start()
-    return runner
+    async def _waits(self, _: web.Request) -> web.Response:
+        return web.json_response(self._context.waits.as_json(self._context.name))
 
 
 async def _start_grpc(
@@ -231,7 +236,7 @@ class Listeners:
         self._context = context
         self._serving = asyncio.Event()
         self.rpc: grpc.aio.Server | None = None
-        self._http: web.AppRunner | None = None
+        self._http: HttpApp | None = None
         self._names = [""]
 
     async def start(self, server: Server, metrics: str) -> None:
@@ -239,7 +244,10 @@ class Listeners:
         context = self._context
         doorkeeper = Doorkeeper(context.name, context.security, context.registry)
         if metrics:
-            self._http = await _start_http(context, metrics, self._serving, doorkeeper)
+            host, port = split_address(metrics, "--metrics")
+            context.security.check_bind(host, "--metrics")
+            self._http = _Pages(context, self._serving, doorkeeper)
+            await self._http.start(host, port)
         registrations = server.registrations()
         self._names += [name for name, _ in registrations]
         self._health = BoundedHealthServicer(self._names)
@@ -259,7 +267,7 @@ class Listeners:
         if self.rpc is not None:
             await self.rpc.stop(grace_s)
         if self._http is not None:
-            await self._http.cleanup()
+            await self._http.close()
 
 
 async def listen_in(context: ServiceContext, server: Server, metrics: str) -> Listeners:

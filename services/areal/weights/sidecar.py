@@ -14,58 +14,50 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
 
 from aiohttp import web
 
 from areal.chassis.files import foreign_owner
-from areal.chassis.http_connections import IDLE_S
-from areal.chassis.logging import configure_logging, get_logger
-from areal.errors import ArealError, InvalidInput
-from areal.security import UNAUTHENTICATED, Security
+from areal.chassis.http_app import HttpApp
+from areal.chassis.logging import configure_logging
+from areal.errors import ArealError, InvalidInput, NotFound
+from areal.security import Security
 from areal.weights.fetch import fetch_version
 from areal.weights.manifest import MANIFEST, parse_version_dir, read_manifest
 
 _MAX_BODY_BYTES = 64 << 10
 
 
-class Sidecar:
+class Sidecar(HttpApp):
     """The HTTP application; one fetch at a time, repeated requests for one version share it."""
+
+    open_paths = frozenset({"/healthz"})
 
     def __init__(self, folder: Path, security: Security) -> None:
         """Keeps the two newest versions below `folder`."""
+        super().__init__(security, max_body_bytes=_MAX_BODY_BYTES)
         self._folder = folder
-        self._security = security
         self._fetching = asyncio.Lock()
-        self._log = get_logger(__name__)
 
-    def app(self) -> web.Application:
-        """Its routes."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.add_routes(
-            [
-                web.post("/stage_weights", self._stage),
-                web.get("/versions/{name}/{file}", self._give),
-                web.get("/healthz", self._health),
-            ]
-        )
-        return app
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/stage_weights", self._stage),
+            web.get("/versions/{name}/{file}", self._give),
+            web.get("/healthz", self._health),
+        ]
+
+    def refusal(self, request: web.Request, error: ArealError, status: int) -> web.Response:
+        """As SGLang answers a control request."""
+        return web.json_response({"success": False, "message": str(error)}, status=status)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"service": "sidecar", "serving": True})
 
-    def _refused(self, request: web.Request) -> web.Response | None:
-        if why := self._security.foreign(request.headers.get):
-            return _answer(why, 403)
-        if not self._security.admits(request.headers.get("Authorization")):
-            return _answer(UNAUTHENTICATED, 401)
-        return None
-
     async def _give(self, request: web.Request) -> web.StreamResponse:
         """As the weight store does; a version is deleted when two newer ones are here."""
-        if refused := self._refused(request):
-            return refused
         name, file = request.match_info["name"], request.match_info["file"]
         folder = self._folder / name
         try:
@@ -73,33 +65,36 @@ class Sidecar:
                 raise InvalidInput(f"version {name[:80]!r}: expected vN-incM")
             manifest = await asyncio.to_thread(read_manifest, folder)
         except InvalidInput as error:
-            return _answer(str(error), 404)
+            raise NotFound(str(error)) from None
         if file not in {MANIFEST, *(entry.name for entry in manifest.files)}:
-            return _answer(f"{name}/{file[:80]}: no file of this version", 404)
+            raise NotFound(f"{name}/{file[:80]}: no file of this version")
         return web.FileResponse(folder / file, chunk_size=1 << 20)
 
     async def _stage(self, request: web.Request) -> web.Response:
-        if refused := self._refused(request):
-            return refused
         try:
             source = json.loads(await request.read())["model_path"]
         except (ValueError, KeyError, TypeError, RecursionError):
             source = None
         if not isinstance(source, str):
-            return _answer('body: expected {"model_path": "http://host:port/versions/NAME"}', 400)
+            raise InvalidInput('body: expected {"model_path": "http://host:port/versions/NAME"}')
         async with self._fetching:
             try:
                 version = await asyncio.to_thread(
-                    fetch_version, source, self._security.headers(), self._folder
+                    fetch_version, source, self.security.headers(), self._folder
                 )
             except ArealError as error:
                 self._log.warning("fetch_failed", source=source, cause=str(error))
-                return _answer(str(error), 400)
+                return self.refusal(request, error, 400)
         return web.json_response({"success": True, "message": "", "model_path": version.path})
 
 
-def _answer(message: str, status: int) -> web.Response:
-    return web.json_response({"success": False, "message": message}, status=status)
+async def _serve(sidecar: Sidecar, host: str, port: int) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await sidecar.start(host, port)
+    await stop.wait()
+    await sidecar.close()
 
 
 def run() -> None:
@@ -132,14 +127,7 @@ def run() -> None:
     asked.folder.mkdir(parents=True, exist_ok=True)
     if why := foreign_owner(asked.folder):
         sys.exit(f"--folder {why}; name another folder")
-    web.run_app(
-        Sidecar(asked.folder, security).app(),
-        host=host,
-        port=int(port),
-        access_log=None,
-        print=None,
-        keepalive_timeout=IDLE_S,  # of those that say nothing at all, too
-    )
+    asyncio.run(_serve(Sidecar(asked.folder, security), host, int(port)))
 
 
 if __name__ == "__main__":

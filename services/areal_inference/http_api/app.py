@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route as StarletteRoute
 
 from areal.chassis import tracing
-from areal.chassis.http_auth import BearerAuth, OwnPagesOnly
+from areal.chassis.http_auth import BearerAuth
 from areal.chassis.http_tracing import TracedRequests
 from areal.security import Security
 from areal_inference.frontend import Frontend
@@ -31,10 +31,7 @@ def build_app(frontend: Frontend, security: Security) -> Starlette:
             *control_routes(frontend, security.headers()),
         ]
     )
-    if security.token:
-        app.add_middleware(BearerAuth, security=security, open_paths=_OPEN_PATHS)
-    else:
-        app.add_middleware(OwnPagesOnly, security=security)
+    app.add_middleware(BearerAuth, security=security, open_paths=_OPEN_PATHS)
     if tracing.enabled():
         app.add_middleware(TracedRequests)
     return app

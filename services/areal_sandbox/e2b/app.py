@@ -18,18 +18,16 @@ The first four ask for the token (X-API-Key, or a bearer); the others for the bo
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from urllib.parse import parse_qsl
 
 from aiohttp import web
 
-from areal.chassis.http_connections import HttpSite
-from areal.chassis.logging import get_logger
-from areal.errors import ArealError, InvalidInput, NotFound, http_headers
+from areal.chassis.http_app import HttpApp
+from areal.errors import ArealError, InvalidInput, NotFound, Unauthenticated
 from areal.protocol.boxes import Limits
 from areal.request_fields import texts_by_name
-from areal.security import UNAUTHENTICATED, Security
+from areal.security import Security
 from areal_sandbox.e2b import connect
 from areal_sandbox.e2b.connect import Json
 from areal_sandbox.e2b.envd import Filesystem, Process
@@ -47,20 +45,16 @@ _LIMITS = Limits(
     cpu_seconds=86_400,
 )
 """Of a box that the SDK asks for: it can name none."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class E2BApp:
+class E2BApp(HttpApp):
     """Serves one process's leases."""
 
     def __init__(self, leases: Leases, security: Security) -> None:
-        self._leases, self._security = leases, security
-        self._runner: web.AppRunner | None = None
-        self._log = get_logger(__name__)
+        super().__init__(security, max_body_bytes=MAX_BYTES + (1 << 20), cancel_handlers=True)
+        self._leases = leases
 
-    async def listen(self, host: str, port: int) -> None:
-        """Listens; raises OSError."""
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BYTES + (1 << 20))
+    def routes(self) -> list[web.RouteDef]:
         one = "/sandboxes/{id}"
         routes = [web.get("/health", self._health), web.delete(one, self._kill)]
         for version in ("", "/v2"):
@@ -77,36 +71,19 @@ class E2BApp:
             web.post("/process.Process/{method}", self._process),
             web.post("/filesystem.Filesystem/{method}", self._filesystem),
         ]
-        app.add_routes(routes)
-        self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=2.0, handler_cancellation=True
-        )
-        await self._runner.setup()
-        await HttpSite(self._runner, host, port).start()
+        return routes
 
-    async def close(self) -> None:
-        """Stops listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Checks tokens, and turns errors into answers."""
-        control = "sandboxes" in request.path.split("/")[1:3]
-        if why := self._security.foreign(request.headers.get):
-            return _refusal(403, why)
+    def admits(self, request: web.Request) -> bool:
+        """A box's own calls show its token, which `_lease` checks."""
         key = request.headers.get("X-API-Key")
         bearer = f"Bearer {key}" if key else request.headers.get("Authorization")
-        if control and not self._security.admits(bearer):
-            return _refusal(401, UNAUTHENTICATED)
-        try:
-            return await handler(request)
-        except ArealError as error:
-            if not control and request.path != "/files":
-                return connect.refusal(error)
-            response = _refusal(error.http_status, str(error))
-            response.headers.update(http_headers(error))
-            return response
+        return not _is_control(request) or self.security.admits(bearer)
+
+    def refusal(self, request: web.Request, error: ArealError, status: int) -> web.Response:
+        """In the format of the API that the path belongs to."""
+        if _is_control(request) or request.path in ("/files", "/health"):
+            return web.json_response({"code": status, "message": str(error)}, status=status)
+        return connect.refusal(error, status)
 
     # -- control --------------------------------------------------------------------------------
 
@@ -170,7 +147,7 @@ class E2BApp:
             ) from None
         given = request.headers.get("X-Access-Token", "")
         if not hmac.compare_digest(given.encode(), lease.token.encode()):
-            raise web.HTTPUnauthorized(text="X-Access-Token: expected the box's")
+            raise Unauthenticated("X-Access-Token: expected the box's")
         return lease
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -223,8 +200,8 @@ class E2BApp:
         return web.json_response(await call(connect.parse(await request.read())))
 
 
-def _refusal(status: int, message: str) -> web.Response:
-    return web.json_response({"code": status, "message": message}, status=status)
+def _is_control(request: web.Request) -> bool:
+    return "sandboxes" in request.path.split("/")[1:3]
 
 
 def _made(lease: Lease) -> Json:

@@ -29,9 +29,9 @@ class AlreadyExists(InvalidInput):
     http_status = 409
 
 
-def refusal(error: ArealError) -> web.Response:
+def refusal(error: ArealError, status: int) -> web.Response:
     """Returns the answer of a unary call that failed."""
-    return web.json_response(_described(error), status=error.http_status)
+    return web.json_response(_described(error), status=status)
 
 
 def _described(error: ArealError) -> Json:

@@ -9,7 +9,7 @@
 | GET  /versions/NAME/manifest.json      | 200: what PublishVersion was given                |
 | GET  /versions/NAME                    | 200 {"files"}: tokenizer and configuration        |
 
-Errors are {"error": one line}: 400 bad request, 401 no token, 404 not found, 507 disk full.
+Errors are {"error": one line}; 507: the disk is full. See `HttpApp` for the others.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ import asyncio
 import errno
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
 from aiohttp import web
 
-from areal.chassis.http_connections import HttpSite
-from areal.chassis.logging import get_logger
+from areal.chassis.http_app import HttpApp
 from areal.errors import ArealError, CapacityExceeded, InvalidInput, NotFound
-from areal.security import UNAUTHENTICATED, Security
+from areal.security import Security
 from areal.weights.delta import FILE
 from areal.weights.manifest import (
     MANIFEST,
@@ -45,10 +44,9 @@ _LISTEN_AGAIN_S = 1.0
 # A trainer gathers tensors, and a server checks files, between two requests of a connection.
 _IDLE_S = 600.0
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class StoreApp:
+class StoreApp(HttpApp):
     """The HTTP application of a weight store.
 
     Args:
@@ -65,19 +63,18 @@ class StoreApp:
         base: Callable[[], PolicyVersion | None],
         security: Security,
     ) -> None:
+        super().__init__(security, max_body_bytes=MAX_MANIFEST_BYTES, idle_s=_IDLE_S)
         self._store = store
         self._known = known
         self._base = base
-        self._security = security
         self._uploads: dict[str, PolicyVersion] = {}
-        self._runner: web.AppRunner | None = None
-        self._log = get_logger(__name__)
 
     async def listen(self, host: str, port: int) -> None:
         """Listens as soon as the address is free; a coordinator that hangs may still hold it."""
         while True:
             try:
-                return await self.start(host, port)
+                await self.start(host, port)
+                return
             except OSError as error:
                 self._log.warning(
                     "weight_store_cannot_listen", host=host, port=port, cause=str(error)
@@ -86,43 +83,23 @@ class StoreApp:
                 # The kernel tells no one when an address becomes free.
                 await asyncio.sleep(_LISTEN_AGAIN_S)
 
-    async def start(self, host: str, port: int) -> None:
-        """Listens; raises OSError."""
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_MANIFEST_BYTES)
-        app.add_routes(
-            [
-                web.post("/versions/{name}", self._begin),
-                web.put("/versions/{name}/{file}", self._put),
-                web.post("/versions/{name}/commit", self._commit),
-                web.get("/versions/{name}/{file}", self._get),
-                web.get("/versions/{name}", self._companions),
-            ]
-        )
-        self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=2.0, keepalive_timeout=_IDLE_S
-        )
-        await self._runner.setup()
-        await HttpSite(self._runner, host, port).start()
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/versions/{name}", self._begin),
+            web.put("/versions/{name}/{file}", self._put),
+            web.post("/versions/{name}/commit", self._commit),
+            web.get("/versions/{name}/{file}", self._get),
+            web.get("/versions/{name}", self._companions),
+        ]
 
-    async def close(self) -> None:
-        """Stops listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        why = self._security.foreign(request.headers.get)
-        if why or not self._security.admits(request.headers.get("Authorization")):
-            return _refusal(why or UNAUTHENTICATED, 403 if why else 401)
-        try:
-            return await handler(request)
-        except CapacityExceeded as error:  # of the disk, not of a queue
-            return _refusal(str(error), 507)
-        except ArealError as error:
-            return _refusal(str(error), error.http_status)
-        except OSError as error:
+    def said(self, error: Exception) -> tuple[ArealError, int]:
+        """The limits here are those of a disk, not of a queue."""
+        if isinstance(error, CapacityExceeded):
+            return error, 507
+        if isinstance(error, OSError):
             status = 404 if error.errno == errno.ENAMETOOLONG else 507
-            return _refusal(f"weight store: {error.strerror or error}", status)
+            return ArealError(f"weight store: {error.strerror or error}"), status
+        return super().said(error)
 
     async def _begin(self, request: web.Request) -> web.Response:
         manifest = from_json(await request.read())
@@ -197,7 +174,3 @@ class StoreApp:
             if version.folder_name == name:
                 return version
         return await asyncio.to_thread(read_manifest, self._store.folder(name))
-
-
-def _refusal(message: str, status: int) -> web.Response:
-    return web.json_response({"error": message}, status=status)
