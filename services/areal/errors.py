@@ -214,8 +214,11 @@ class WaitTimeout(ArealError):
         super().__init__(text)
 
 
-def http_headers(error: Exception) -> dict[str, str]:
-    """Returns the headers of an HTTP reply that says this error: when to repeat the request."""
+def retry_headers(error: Exception) -> dict[str, str]:
+    """Returns the header that says when to repeat a refused call; {} if that is not known.
+
+    gRPC's trailing metadata have it in lower case.
+    """
     if isinstance(error, CapacityExceeded) and error.retry_after_s is not None:
         return {"Retry-After": str(math.ceil(error.retry_after_s))}
     return {}

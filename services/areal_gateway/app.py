@@ -26,7 +26,7 @@ from areal.errors import (
     NotFound,
     Unauthenticated,
     Unavailable,
-    http_headers,
+    retry_headers,
 )
 from areal.tokenizer.json_text import dumps
 from areal_gateway.agents import add_agents, agent_error
@@ -109,7 +109,7 @@ def _add_errors(app: FastAPI) -> None:
         # A service behind the gateway failed, or refused the gateway's own token.
         if code == 500 or isinstance(error, Unauthenticated):
             code = 502
-        return Json({"error": str(error)}, status_code=code, headers=http_headers(error))
+        return Json({"error": str(error)}, status_code=code, headers=retry_headers(error))
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:

@@ -184,6 +184,20 @@ async def test_answer_when_streamed_then_its_headers_keep_proxies_from_holding_i
 
 
 @servers
+async def test_head_when_answered_then_it_has_no_body_and_the_connection_stays_usable(
+    server, monkeypatch
+):
+    one = httpx.Limits(max_connections=1)
+    async with (
+        server(session_of(Scripted()), monkeypatch) as served,
+        httpx.AsyncClient(timeout=60, limits=one, headers=served.headers) as http,
+    ):
+        for _ in range(2):
+            assert (await http.head(f"{served.url}/models")).content == b""
+            assert (await http.get(f"{served.url}/models")).json()["data"]
+
+
+@servers
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("api", PATHS)
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from areal.agents.chat import Answer
 from areal.agents.partial import AnswerDelta, OnDelta
 from areal.agents.session import Session
-from areal.errors import ArealError, PromptTooLong, http_headers
+from areal.errors import ArealError, PromptTooLong, retry_headers
 from areal.tokenizer.json_text import dumps
 
 _MAX_MESSAGE = 2000
@@ -207,7 +207,7 @@ def refused(error: Exception, path: str, status: int | None = None) -> Reply:
     code, body = failure(error, typed=anthropic, anthropic=anthropic)
     if status == 413:
         body["error"]["type"] = "request_too_large"
-    return Reply(status or code, dumps(body), headers=http_headers(error))
+    return Reply(status or code, dumps(body), headers=retry_headers(error))
 
 
 def is_anthropic(path: str) -> bool:

@@ -22,7 +22,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from areal.chassis.http_connections import IDLE_S, HttpSite
 from areal.chassis.logging import get_logger
-from areal.errors import ArealError, InvalidInput, NotFound, Unauthenticated, http_headers
+from areal.errors import ArealError, InvalidInput, NotFound, Unauthenticated, retry_headers
 from areal.security import UNAUTHENTICATED, Security
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -141,7 +141,7 @@ class HttpApp:
 
     def _refused(self, request: web.Request, error: ArealError, status: int) -> web.Response:
         response = self.refusal(request, error, status)
-        response.headers.update(http_headers(error))
+        response.headers.update(retry_headers(error))
         if status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
         return response

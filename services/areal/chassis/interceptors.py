@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -16,9 +15,6 @@ from prometheus_client import CollectorRegistry, Histogram
 from areal import errors
 from areal.chassis import tracing
 from areal.chassis.logging import get_logger
-
-# For clients that do not read the message: whole seconds until the call may be tried again.
-RETRY_KEY = "retry-after"
 
 # gRPC percent-encodes the message into a header, three characters for one byte at worst, and gives
 # up on headers above 8 KiB.
@@ -137,8 +133,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if isinstance(error, errors.ArealError):
             code = grpc.StatusCode[error.grpc_code]
             metadata = [(errors.ERROR_KEY, errors.name_of(error))]
-            if isinstance(error, errors.CapacityExceeded) and error.retry_after_s is not None:
-                metadata.append((RETRY_KEY, str(math.ceil(error.retry_after_s))))
+            metadata += [(key.lower(), value) for key, value in errors.retry_headers(error).items()]
             context.set_trailing_metadata(tuple(metadata))
             self._log.info("rpc_refused", method=method, code=code.name, error=message)
             return code, message

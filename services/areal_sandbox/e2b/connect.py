@@ -29,9 +29,9 @@ class AlreadyExists(InvalidInput):
     http_status = 409
 
 
-def refusal(error: ArealError, status: int) -> web.Response:
-    """Returns the answer of a unary call that failed."""
-    return web.json_response(_described(error), status=status)
+def refusal(error: ArealError, status: int | None = None) -> web.Response:
+    """Returns the answer of a unary call that failed; `status`: None means the error's own."""
+    return web.json_response(_described(error), status=status or error.http_status)
 
 
 def _described(error: ArealError) -> Json:
