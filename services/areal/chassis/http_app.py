@@ -126,7 +126,7 @@ class HttpApp:
             if gone or request.writer.output_size:  # no one, or too late for another answer
                 raise
             if isinstance(error, web.HTTPException):
-                if error.content_type == "application/json":  # it is in the server's format
+                if error.status < 400 or error.content_type == "application/json":  # it is ours
                     raise
                 response = self._refused(request, self._without_route(request, error), error.status)
                 if "Allow" in error.headers:
