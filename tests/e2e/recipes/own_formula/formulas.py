@@ -1,18 +1,19 @@
-"""PPO's clipped loss and GRPO's advantages, as a recipe would write them."""
+"""PPO's clipped loss and GRPO's advantages, as a recipe would write them.
 
-import torch
+Imports no torch: rollout and reward workers, whose images lack it, load this module, too.
+"""
 
 
 def clipped(policy_logprobs, proximal_logprobs, advantages, *, low, high):
     """A loss for each token, with two constants, and a statistic."""
     ratio = (policy_logprobs - proximal_logprobs).exp()
     within = ratio.clamp(1 - low, 1 + high)
-    return torch.maximum(-advantages * ratio, -advantages * within), {"my/ratio": ratio}
+    return (-advantages * ratio).maximum(-advantages * within), {"my/ratio": ratio}
 
 
 def of_the_group(rewards, group_index):
     """An advantage for each sequence: relative to its group's mean, in standard deviations."""
-    found = torch.empty_like(rewards)
+    found = rewards.clone()
     for group in group_index.unique():
         mine = group_index == group
         values = rewards[mine]
