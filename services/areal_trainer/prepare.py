@@ -14,7 +14,7 @@ import typer
 
 from areal.chassis.logging import configure_logging
 from areal.config.experiment import GRPOConfig, load_expr_config, load_service_config
-from areal.errors import ArealError
+from areal.errors import ArealError, CannotStart
 from areal.recipe import Recipe, find_config_class, load_recipe
 
 
@@ -23,13 +23,17 @@ def make_model(config: Path) -> bool:
 
     Raises:
         InvalidInput: Recipe or experiment file cannot be read.
+        CannotStart: Torch is not installed here.
     """
     base = load_service_config(config)
     recipe = Path(base.recipe)
     module = load_recipe(Recipe.read(recipe).source, str(recipe))
     if not hasattr(module, "prepare_model"):
         return False
-    import torch
+    try:
+        import torch
+    except ImportError as error:
+        raise CannotStart(f"{error}; pip install 'areal-services[trainer]'") from None
 
     torch.set_num_threads(1)
     configure_logging("prepare", base.namespace)

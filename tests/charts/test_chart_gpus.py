@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import yaml
 from tests.charts.rendering import experiment, of_kind, pods, refusal, render, render_ci
@@ -125,6 +127,26 @@ def test_job_when_a_node_is_preempted_then_it_costs_no_restart(gpus):
     assert {"action": "Ignore", "onPodConditions": [condition]} in rules
     assert job["podReplacementPolicy"] == "Failed"
     assert ("FailJob" in [rule["action"] for rule in rules]) == (gpus == 0)
+    # All ranks exit with 143 if one was asked to stop; torchrun makes every exit code 1.
+    stopped = {"containerName": "trainer", "operator": "In", "values": [128 + signal.SIGTERM]}
+    assert ({"action": "Ignore", "onExitCodes": stopped} in rules) == (gpus == 0)
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_trainjob_when_a_node_is_preempted_then_it_costs_no_restart(gpus):
+    setting = f"trainer.workload=TrainJob,trainer.gpusPerPod={gpus}"
+    (runtime,) = of_kind(render("--set", setting), "TrainingRuntime")
+    jobs = runtime["spec"]["template"]["spec"]
+    (replicated,) = jobs["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    condition = {"type": "DisruptionTarget", "status": "True"}
+    assert job["podFailurePolicy"]["rules"] == [
+        {"action": "FailJob", "onPodConditions": [condition]}
+    ]
+    assert job["template"]["spec"]["restartPolicy"] == "Never", "else the policy is refused"
+    (rule,) = jobs["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
 
 
 @pytest.mark.parametrize(("version", "there"), [("1.26.0", False), ("1.27.0", True)])

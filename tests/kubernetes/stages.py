@@ -274,7 +274,8 @@ class Run:
         if versions != count:
             raise Failed(f"{versions} versions were published by {count} publications")
         if max(seconds) >= upkeep.LEADER_S:
-            raise Failed(f"a standby took over after {max(seconds):.1f} s")
+            each = ", ".join(f"{s:.1f}" for s in seconds)
+            raise Failed(f"a standby took over after {max(seconds):.1f} s; all times: {each}")
         each = f"{min(seconds):.1f} to {max(seconds):.1f} s"
         return (
             f"{len(seconds)} times, by turns killed and stopped: the standby was the leader after "

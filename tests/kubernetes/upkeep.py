@@ -93,11 +93,17 @@ def no_failed_revision(cluster: Cluster) -> int:
 
 
 def leader_and_standby(cluster: Cluster) -> tuple[Json, Json]:
-    """The ready pod of weight-sync and the one that runs and is not ready."""
+    """The ready pod of weight-sync and the one that runs and is not ready.
+
+    Waits until no third one is leaving: its container may have been started again, and would be
+    the leader for the rest of its time.
+    """
 
     def both() -> tuple[Json, Json] | None:
-        pods = [pod for pod in cluster.pods("weight-sync") if not is_leaving(pod)]
+        pods = cluster.pods("weight-sync")
         ready = [pod for pod in pods if is_ready(pod)]
+        if any(map(is_leaving, pods)):
+            return None
         others = [pod for pod in pods if pod not in ready and standing_by(cluster, pod)]
         return (ready[0], others[0]) if len(ready) == len(others) == 1 else None
 

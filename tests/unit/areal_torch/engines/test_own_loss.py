@@ -8,10 +8,11 @@ import pytest
 import torch
 from tests.unit.areal_torch.engines.train_fixtures import make_batch
 
+from areal import recipe_folder
 from areal.config.losses import LOSSES
 from areal.config.training import MicroBatchSpec, OptimizerConfig, PPOActorConfig
 from areal.errors import ConfigError, InvalidInput, TrainingDiverged, WorkflowError
-from areal.recipe import load_recipe
+from areal.recipe import forget_recipe, load_recipe
 from areal_torch.algorithms import losses, packing
 from areal_torch.engines import failed_step
 from areal_torch.engines.fsdp import FSDPEngine
@@ -19,6 +20,7 @@ from areal_torch.engines.model.heads import LogprobHead
 from areal_torch.engines.ppo import PPOActor
 
 HERE = Path(__file__).name
+FOLDER = Path(__file__).parents[3] / "e2e" / "recipes" / "own_formula"
 
 
 @pytest.fixture
@@ -88,6 +90,22 @@ def test_ppo_update_when_a_loss_has_ppos_formula_then_learns_as_ppo_to_the_bit(m
     assert ours[1][-1]["my/ratio"] == pytest.approx(built_in[1][-1]["ppo_ratio"], rel=1e-6)
     assert built_in[1][-1]["clip_ratio"] > 0
     assert built_in[1][-1]["behavior_weight"] != 1.0
+
+
+def test_ppo_update_when_a_recipe_folder_has_the_formulas_then_learns_to_the_bit(make_actor):
+    options = {"ppo_n_minibatches": 3, "eps_clip": 0.1, "eps_clip_higher": 0.2}
+    recipe = load_recipe(recipe_folder.pack(FOLDER), "own_formula")
+    try:
+        found = []
+        for high in (0.2, 0.0):
+            loss = partial(recipe.clipped, low=0.1, high=high)
+            found.append(learned(make_actor(loss=loss, advantages=recipe.of_the_group, **options)))
+    finally:
+        forget_recipe(recipe)
+    same, other = found
+    assert_same(same, learned(make_actor(**options)))
+    assert all("my/ratio" in row for row in same[1])
+    assert other[1][-1]["loss"] != same[1][-1]["loss"], "a constant has no effect"
 
 
 def test_ppo_update_when_kl_and_aggregation_are_set_then_hold_for_an_own_loss_too(make_actor):
