@@ -42,7 +42,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # How soon a name is looked up again whose server hung up: a pod's successor has another address.
+    # How soon a name is looked up again whose server hung up: a pod's successor is elsewhere.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
