@@ -1,4 +1,4 @@
-"""How many answers one session may have under way, so that others get theirs.
+"""How many answers one session may have under way on this worker, so that others get theirs.
 
     a call that asks for n answers ── room in its session ──> the model
                                    ── none: it waits its turn, behind the session's other calls

@@ -202,3 +202,31 @@ def test_generated_secret_when_rendered_then_it_says_who_cannot_use_it():
     assert secrets[0]["data"]["token"] != secrets[1]["data"]["token"]
     for each in secrets:
         assert "needs auth.existingSecret" in each["metadata"]["annotations"]["areal.io/generated"]
+
+
+def service(name, address):
+    meta = {"name": name, "namespace": NAMESPACE, "resourceVersion": "7"}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": {"clusterIP": address}}
+
+
+def cluster_address(objects, name):
+    return named(objects, "Service", name)["spec"].get("clusterIP")
+
+
+@pytest.mark.parametrize("component", ["rollout", "reward"])
+def test_service_when_any_replica_serves_any_call_then_its_name_has_all_their_addresses(component):
+    assert cluster_address(render(), f"areal-{component}") == "None"
+    assert cluster_address(render(), "areal-buffer") is None
+
+
+def test_service_when_clients_outside_use_it_too_then_theirs_has_an_address():
+    objects = render("--set", "rollout.service.type=NodePort")
+    assert cluster_address(objects, "areal-rollout") == "None"
+    assert cluster_address(objects, "areal-rollout-external") is None
+
+
+def test_service_when_an_older_release_gave_it_an_address_then_an_upgrade_keeps_it():
+    with cluster(service("areal-rollout", "10.0.0.7"), service("areal-reward", "None")) as address:
+        objects = upgrade(address)
+    assert cluster_address(objects, "areal-rollout") is None
+    assert cluster_address(objects, "areal-reward") == "None"

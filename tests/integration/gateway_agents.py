@@ -7,12 +7,11 @@ import random
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.integration.one_port import one_port_aside
 from tests.integration.stack_tools import eventually
 from tests.rollout_stack import Stack, free_port, start_stack
 
@@ -36,17 +35,16 @@ def agents_stack(
     Args:
         folder: For files, stores and logs.
         gateways: How many.
-        workers: How many rollout workers, "rollout", "rollout-1", …, behind one address.
+        workers: How many rollout workers, "rollout", "rollout-1", ….
         under: For a process, the module under which its own is run, and arguments.
         **rollout: See `start_stack`.
     """
-    with start_stack(folder, **rollout) as whole, ExitStack() as more:  # type: ignore[arg-type]
+    with start_stack(folder, **rollout) as whole:  # type: ignore[arg-type]
         ends = whole.config.endpoints
         names = ["rollout", *(f"rollout-{number}" for number in range(1, workers))]
         places = [ends.rollout, *(f"127.0.0.1:{free_port()}" for _ in names[1:])]
         if workers > 1:
-            url = more.enter_context(one_port_aside([f"http://{place}" for place in places]))
-            ends.rollout = url.removeprefix("http://")
+            ends.rollout = ",".join(places)
             save_config(whole.config, whole.config_file)
         for name, place in zip(names, places, strict=True):
             whole.service("rollout", place, name, under=under(name))

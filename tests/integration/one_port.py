@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 
@@ -57,19 +56,3 @@ async def one_port(urls: Sequence[str]) -> AsyncIterator[str]:
         for task in pairs:
             task.cancel()
         await asyncio.gather(*pairs, return_exceptions=True)
-
-
-@contextmanager
-def one_port_aside(urls: Sequence[str]) -> Iterator[str]:
-    """The same in a thread of its own, for processes that start before the test's loop."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    whole = one_port(urls)
-    try:
-        yield asyncio.run_coroutine_threadsafe(whole.__aenter__(), loop).result(30)
-    finally:
-        asyncio.run_coroutine_threadsafe(whole.__aexit__(None, None, None), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
-        loop.close()

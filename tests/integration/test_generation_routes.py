@@ -1,6 +1,8 @@
 """The experts that servers chose, through continued, broken and shared answers."""
 
 import asyncio
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from tests.waiting import until
 
 from areal.model_directory import RouteShape
 from areal.types import LLMRequest
+from areal_rollout.generation.routes import RouteReader
 
 SHAPE, OTHER = (3, 2, 8), (3, 2, 5)
 ASKED = RouteShape(*SHAPE)
@@ -115,3 +118,56 @@ async def test_routes_when_the_prompt_has_images_then_none_are_asked_for():
     async with serving(server, routes=ASKED) as client:
         await generate(client, seeing, empty())
     assert "return_routed_experts" not in server.requests[0]
+
+
+LONG = (60, 8, 256)
+"""Routes of 600 tokens take 1.5 MB."""
+
+
+@pytest.fixture
+def reading(monkeypatch):
+    """Routes are read once the loop says so, which it can while it is not blocked."""
+    begun, released = threading.Event(), threading.Event()
+    plain = RouteReader._decoded
+
+    def decoded(self, value, rows):
+        begun.set()
+        assert released.wait(30.0), "the event loop is blocked while routes are read"
+        return plain(self, value, rows)
+
+    monkeypatch.setattr(RouteReader, "_decoded", decoded)
+    yield begun, released
+    released.set()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_routes_when_they_are_large_then_the_loop_serves_others_while_they_are_read(
+    reading, streamed
+):
+    begun, released = reading
+    asked = replace(request(600), on_tokens=(lambda index, tokens: None) if streamed else None)
+    async with serving(FakeSGLang(routes=LONG), routes=RouteShape(*LONG)) as client:
+        running = asyncio.create_task(generate(client, asked, empty()))
+        await until(begun.is_set, "routes that are read", 30.0)
+        released.set()
+        response = await running
+    check(response, 600)
+    wanted = [route_at(position, LONG) for position in range(len(PROMPT) + 599)]
+    np.testing.assert_array_equal(response.routed_experts, wanted)
+
+
+async def test_routes_when_their_call_is_cancelled_while_they_are_read_then_nothing_is_appended(
+    reading,
+):
+    begun, released = reading
+    response = empty()
+    async with serving(FakeSGLang(routes=LONG), routes=RouteShape(*LONG)) as client:
+        running = asyncio.create_task(generate(client, request(600), response))
+        await until(begun.is_set, "routes that are read", 30.0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        released.set()
+        await asyncio.get_running_loop().shutdown_default_executor()  # the thread has ended
+    assert response == empty()
+    assert response.routed_experts is None

@@ -124,8 +124,8 @@ containers:
     readinessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 1, timeoutSeconds: 3}
     # Restarts a process that hangs. The limits are long, to spare a process that only lacks CPU time.
     livenessProbe: {httpGet: {path: /livez, port: metrics}, periodSeconds: 15, timeoutSeconds: 10, failureThreshold: 12}
-    # Gives callers time to see in the Endpoints that the pod is leaving, before the process drains.
-    lifecycle: {preStop: {exec: {command: [sleep, "3"]}}}
+    # Gives callers time to see in the Endpoints, or in DNS (CoreDNS: 5 s), that the pod is leaving, before the process drains.
+    lifecycle: {preStop: {exec: {command: [sleep, "6"]}}}
     securityContext: {{- include "areal.securityContext" $ | nindent 6 }}
     resources: {{- toYaml $values.resources | nindent 6 }}
     volumeMounts:
@@ -140,9 +140,15 @@ volumes:
   {{- end }}
 {{- end }}
 
+{{/* Not empty, unless the cluster has this Service with an address of its own, which no upgrade can take away: (list $ name). */}}
+{{- define "areal.mayBeHeadless" -}}
+{{- $live := lookup "v1" "Service" (index . 0).Release.Namespace (include "areal.name" .) | default dict }}
+{{- if eq (dig "spec" "clusterIP" "None" $live) "None" }}yes{{ end }}
+{{- end }}
+
 {{/* The Deployment and Service of one of the project's services. Takes (dict "root" $ "key" "weightSync" "name" "weight-sync" "grace" 30).
      Optional keys: "secrets" (list variable key …), "data" "read" or "write", "listen" 8080, "account" (name of a ServiceAccount),
-     "image" "weight-sync", "recreate" true, "standby" true, "ports" (dict name 8500) */}}
+     "image" "weight-sync", "recreate" true, "standby" true, "spread" true, "ports" (dict name 8500) */}}
 {{- define "areal.service" -}}
 {{- $ := .root }}{{ $values := index .root.Values .key }}{{ $id := list .root .name }}{{ $listen := .listen | default 50051 }}{{ $port := ternary "http" "grpc" (eq $listen 8080) }}
 {{- if $values.enabled -}}
@@ -169,6 +175,10 @@ kind: Service
 metadata: {{- include "areal.serviceMeta" (dict "root" $ "component" .name "own" $values) | nindent 2 }}
 spec:
   {{- with include "areal.serviceFields" (list $ $values false) }}{{ . | nindent 2 }}{{ end }}
+  {{- if and .spread (include "areal.mayBeHeadless" (list $ .name)) }}
+  # Headless: the name has the address of each ready pod, and clients spread their calls over all of them.
+  clusterIP: None
+  {{- end }}
   selector: {{- include "areal.selectorLabels" $id | nindent 4 }}
   ports:
     - {name: {{ $port }}, port: {{ $listen }}, targetPort: {{ $port }}}

@@ -36,6 +36,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from prometheus_client.exposition import generate_latest
 
 from areal.chassis import tracing
+from areal.chassis.addresses import split_host
 from areal.chassis.authentication import Doorkeeper, TokenInterceptor
 from areal.chassis.background import Background
 from areal.chassis.health import BoundedHealthServicer
@@ -50,6 +51,7 @@ from areal.errors import ArealError, ConfigError
 from areal.security import Security
 
 MAX_MESSAGE_BYTES = 128 * 1024 * 1024
+_CONNECTION_AGE_MS = 60_000
 
 # (full service name, function that adds the servicer to a server)
 Registration = tuple[str, Callable[[grpc.aio.Server], None]]
@@ -118,14 +120,10 @@ class Server:
 
 def split_address(address: str, key: str) -> tuple[str, int]:
     """Splits `host:port`, an IPv6 host in brackets; raises ConfigError that names `key`."""
-    host, _, port = address.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ConfigError(f"{key} {address!r}: expected [address]:port, since this is IPv6")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{key} {address!r}: expected host:port")
-    return host, int(port)
+    try:
+        return split_host(address)
+    except ConfigError as error:
+        raise ConfigError(f"{key} {error}") from None
 
 
 def check_address(address: str, key: str, security: Security) -> None:
@@ -210,6 +208,9 @@ async def _start_grpc(
             # stay for the rest of the process however many connect.
             ("grpc.server_handshake_timeout_ms", int(1000 * HEAD_WITHIN_S)),
             ("grpc.max_connection_idle_ms", 600_000),
+            # Calls in progress stay on the connection. The client looks the name up again, and so
+            # finds replicas that were added.
+            ("grpc.max_connection_age_ms", _CONNECTION_AGE_MS),
             ("grpc.max_allowed_incoming_connections", max(1, open_files() // 2)),
         ],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -14,6 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from areal import errors
 from areal.chassis import tracing
+from areal.chassis.addresses import split_host, target_of
 from areal.chassis.backoff import Backoff
 from areal.security import Security
 
@@ -40,6 +42,8 @@ _OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # How soon a name is looked up again whose server hung up: a pod's successor is elsewhere.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     # One process may hold several channels to one address, each with its own connection.
@@ -49,19 +53,40 @@ _OPTIONS = (
 )
 
 
-def open_channel(address: str, security: Security, name: str = "") -> grpc.aio.Channel:
+def open_channel(
+    address: str, security: Security, name: str = "", *, serving: bool = False
+) -> grpc.aio.Channel:
     """A channel that reconnects by itself within seconds of a server's return.
 
+    Calls go to the replicas in turn: to all addresses given, and to all that a name has. One that
+    does not answer is left out until it does. gRPC sends a call again by itself only if no server
+    has begun it.
+
     Args:
-        address: host:port.
+        address: host:port; of several replicas, their addresses, separated by commas.
         security: Token and certificates to present.
-        name: The host name in the server's certificate; empty: the address's.
+        name: The host name in the server's certificate; empty: the (first) address's.
+        serving: Also leave out replicas that start or drain, as their health check says.
+
+    Raises:
+        ConfigError: One of several addresses is not host:port, or its name has no address.
     """
+    policy: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+    if serving:
+        policy["healthCheckConfig"] = {"serviceName": ""}
+    options: tuple[tuple[str, int | str], ...] = _OPTIONS
+    options = (*options, ("grpc.service_config", json.dumps(policy)))
+    target = address
+    if "," in address:
+        target, first = target_of(address)
+        name = name or split_host(first)[0]
+        options = (*options, ("grpc.default_authority", first))
     if (tls := security.tls) is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.insecure_channel(target, options=options)
     credentials = grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.certificate)
-    options = (*_OPTIONS, ("grpc.ssl_target_name_override", name)) if name else _OPTIONS
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    if name:
+        options = (*options, ("grpc.ssl_target_name_override", name))
+    return grpc.aio.secure_channel(target, credentials, options=options)
 
 
 def from_rpc_error(
@@ -129,7 +154,7 @@ def _name(method: Any) -> str:
 
 
 class Client:
-    """Base of the typed clients: one channel to one address, and a policy for each RPC.
+    """Base of the typed clients: one channel to one service, and a policy for each RPC.
 
     Every call raises the class that the service raised, Unavailable, or WaitTimeout. `close`
     cancels the calls in flight; one that waits to be retried, and every later call, raises
@@ -138,6 +163,8 @@ class Client:
 
     POLICIES: ClassVar[Policies] = {}
     """`CallPolicy()` for the others."""
+    SERVING: ClassVar[bool] = False
+    """Whether replicas that start or drain get no calls, even if there is no other."""
 
     def __init__(
         self,
@@ -151,7 +178,7 @@ class Client:
         """Opens a channel; connects with the first call.
 
         Args:
-            address: host:port.
+            address: host:port, or several, as `open_channel` takes them.
             security: Token and certificates to present; None: neither.
             timeout_s: For one try of every call, instead of its policy's.
             retry_s: Retries of every idempotent call, instead of its policy's: 0 for a caller that
@@ -160,7 +187,7 @@ class Client:
         """
         self.address = address
         self._security = security = security or Security()
-        self._channel = open_channel(address, security, name)
+        self._channel = open_channel(address, security, name, serving=self.SERVING)
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._closed = False
 

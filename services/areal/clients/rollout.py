@@ -23,6 +23,7 @@ class RolloutClient(Client):
         "GetTasks": CallPolicy(30.0, 30.0),
         "CancelTasks": CallPolicy(60.0, 30.0),
     }
+    SERVING: ClassVar[bool] = True
 
     @cached_property
     def _stub(self) -> pb_grpc.RolloutServiceAsyncStub:

@@ -65,6 +65,39 @@ def add_to(message: pb.TrajectoryGroup, trajectories: Sequence[Trajectory]) -> N
     Raises:
         InvalidInput: As `tensor_of`.
     """
+    kept = _usable(trajectories)
+    some = [routes for routes in kept if routes is not None]
+    if not some or _bytes_of(some) > MAX_BYTES:
+        return
+    for one, routes in zip(message.trajectories, kept, strict=True):
+        one.routed_tokens = 0 if routes is None else len(routes)
+    dtype = _dtype_of(some)
+    tensor = message.tensors.add(name=NAME).tensor
+    tensor.dtype = dtype.name
+    tensor.shape.extend((sum(map(len, some)), *some[0].shape[1:]))
+    tensor.data = b"".join(np.asarray(routes, dtype, order="C").tobytes() for routes in some)
+
+
+def bytes_of(trajectories: Sequence[Trajectory]) -> int:
+    """Returns how many bytes the routes of a group take; those over MAX_BYTES are not sent.
+
+    Raises:
+        InvalidInput: As `tensor_of`.
+    """
+    return _bytes_of([routes for routes in _usable(trajectories) if routes is not None])
+
+
+def _bytes_of(some: Sequence[npt.NDArray[Any]]) -> int:
+    return sum(routes.size for routes in some) * _dtype_of(some).itemsize if some else 0
+
+
+def _dtype_of(some: Sequence[npt.NDArray[Any]]) -> np.dtype[Any]:
+    """The one that holds them all."""
+    return max((_DTYPES[routes.dtype.name] for routes in some), key=lambda each: each.itemsize)
+
+
+def _usable(trajectories: Sequence[Trajectory]) -> list[npt.NDArray[Any] | None]:
+    """The routes of each trajectory; None where they cannot be its own."""
     having = [each.routed_experts for each in trajectories]
     for routes in having:
         if routes is not None:
@@ -75,19 +108,8 @@ def add_to(message: pb.TrajectoryGroup, trajectories: Sequence[Trajectory]) -> N
     ]
     first = next((routes for routes in kept if routes is not None), None)
     if first is None:
-        return
-    kept = [r if r is not None and r.shape[1:] == first.shape[1:] else None for r in kept]
-    some = [routes for routes in kept if routes is not None]
-    dtype = max((_DTYPES[routes.dtype.name] for routes in some), key=lambda each: each.itemsize)
-    shape = (sum(len(routes) for routes in some), *first.shape[1:])
-    if dtype.itemsize * shape[0] * shape[1] * shape[2] > MAX_BYTES:
-        return
-    for one, routes in zip(message.trajectories, kept, strict=True):
-        one.routed_tokens = 0 if routes is None else len(routes)
-    tensor = message.tensors.add(name=NAME).tensor
-    tensor.dtype = dtype.name
-    tensor.shape.extend(shape)
-    tensor.data = b"".join(np.asarray(routes, dtype, order="C").tobytes() for routes in some)
+        return kept
+    return [r if r is not None and r.shape[1:] == first.shape[1:] else None for r in kept]
 
 
 def parts_of(message: pb.TrajectoryGroup) -> list[npt.NDArray[Any] | None]:

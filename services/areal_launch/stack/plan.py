@@ -164,9 +164,12 @@ def _plan_services(plan: StackPlan, planner: _Planner, security: Security) -> No
                 at = join_address(placement.control, picker.pick("sandbox.http"))
                 endpoints.sandbox_http = f"http://{at}"
     if not endpoints.rollout:
-        for index in range(config.stack.rollout_workers):
-            plan.services.append(planner.service(f"rollout-{index}", "areal_rollout"))
-            endpoints.rollout = endpoints.rollout or plan.services[-1].address
+        workers = [
+            planner.service(f"rollout-{index}", "areal_rollout")
+            for index in range(config.stack.rollout_workers)
+        ]
+        plan.services += workers
+        endpoints.rollout = ",".join(worker.address for worker in workers)
     if not endpoints.gateway:
         port = config.stack.gateway_port
         plan.services.append(planner.service("gateway", "areal_gateway", port))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import aiohttp
 
 from areal_rollout.generation.protocol import ServerError, tokens_of
+from areal_rollout.generation.reading import read_apart
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 STREAM_FROM = 256
@@ -113,7 +114,7 @@ class Answer:
                 if index not in unknown or b'"weight_versions"' in event:
                     self.partial[index] = event
                     if self._on_tokens is not None and index >= 0:
-                        self._on_tokens(index, tokens_of(event))
+                        self._on_tokens(index, await read_apart(len(event), tokens_of, event))
             seen = len(buffer)
             self._check_size(buffer)
         raise ServerError("the stream ended before [DONE]")

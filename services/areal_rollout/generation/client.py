@@ -46,6 +46,7 @@ from areal_rollout.generation.protocol import (
     refusal,
     request_body,
 )
+from areal_rollout.generation.reading import append_apart
 from areal_rollout.generation.routes import MAX_CALL_BYTES, RouteReader, Routing
 from areal_rollout.generation.routing import Server
 from areal_rollout.generation.server_table import ServerTable, give_up
@@ -346,17 +347,24 @@ class SGLangClient:
             async with scope:
                 raw = await self._exchange(server, body, answer)
             vocab_size = self.limits.vocab_size
-            finished = append_answers(
-                responses, raw, min_version, vocab_size, routing, sampled_by=sampled_by
+            finished = await append_apart(
+                len(raw),
+                append_answers,
+                responses,
+                raw,
+                min_version,
+                vocab_size,
+                routing,
+                sampled_by=sampled_by,
             )
             trace.finished(finished)
         except BaseException as error:
-            self._salvage(responses, answer, server, min_version, routing)
+            if isinstance(error, asyncio.CancelledError) or scope.expired():
+                self._abort(server, rids)
+            await self._salvage(responses, answer, server, min_version, routing)
             if isinstance(error, ServerBusy):
                 self.table.failed(server)
                 raise
-            if isinstance(error, asyncio.CancelledError) or scope.expired():
-                self._abort(server, rids)
             # Of the server's: it lacks the adapter that it was listed with.
             lacks = isinstance(error, InvalidInput) and adapter and adapter in str(error)
             blamed = ServerError(str(error)) if lacks else error
@@ -406,7 +414,7 @@ class SGLangClient:
             self._failed(server, str(error))
         return error
 
-    def _salvage(
+    async def _salvage(
         self,
         responses: Sequence[LLMResponse],
         answer: Answer,
@@ -418,8 +426,10 @@ class SGLangClient:
         kept = 0
         try:
             for index, event in answer.partial.items():
-                kept += append_event(
-                    responses[index],
+                kept += await append_apart(
+                    len(event),
+                    append_event,
+                    [responses[index]],
                     event,
                     answer.version,
                     min_version,

@@ -218,7 +218,7 @@ def tokens_of(raw: bytes) -> list[int]:
 
 
 def append_event(
-    response: LLMResponse,
+    responses: Sequence[LLMResponse],
     raw: bytes,
     version: int,
     min_version: int,
@@ -230,7 +230,7 @@ def append_event(
     """Appends what the newest event of a broken stream says of one answer, perhaps all of it.
 
     Args:
-        response: As in `append_answers`.
+        responses: As in `append_answers`; the one of the event.
         raw: The event.
         version: The version that sampled its tokens; the last event states it itself.
         min_version: As in `append_answers`.
@@ -252,6 +252,7 @@ def append_event(
             tokens, logprobs = _sampled(answer, vocab_size)
             segment = _Segment("abort", tokens, logprobs, [version] * len(tokens))
     segment.check(min_version)
+    (response,) = responses
     segment.append_to(response)
     if routing is not None:
         routing.add(response, answer)

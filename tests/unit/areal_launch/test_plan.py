@@ -39,6 +39,8 @@ def test_plan_when_nothing_is_given_then_everything_is_started(tmp_path: Path) -
     assert len(set(addresses)) == len(addresses)
     endpoints = plan.config.endpoints
     assert endpoints.buffer in addresses
+    workers = [s.address for s in plan.services if s.name.startswith("rollout-")]
+    assert endpoints.rollout.split(",") == workers
     assert endpoints.redis == f"redis://{plan.stores[0].address}/0"
     assert endpoints.gateway.startswith("http://127.0.0.1:")
     assert config.endpoints.redis == "", "the caller's config is left as it was"

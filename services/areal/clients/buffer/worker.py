@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from areal.chassis.logging import get_logger
 from areal.clients.base import to_duration
 from areal.clients.buffer.batching import Batching
 from areal.clients.buffer.connection import BufferConnection, Role
 from areal.errors import InvalidInput
+from areal.protocol import routes
 from areal.protocol.leases import Lease, Return
 from areal.protocol.trajectories import STATE_FROM_PB, GroupCodec, pack_group, task_from_pb
 from areal.types import TaskState, TrajectoryGroup
@@ -18,6 +20,8 @@ from areal.v1 import buffer_service_pb2 as pb
 _MAX_PART_BYTES = 90 * 1024 * 1024
 _LARGE = 1 << 17
 """Tokens of a group from which it is packed in a thread: the event loop serves other sessions."""
+_TOKEN_BYTES = 17
+"""Of a token without routes: its id, logprob, versions and mask."""
 
 
 class BufferWorker(Role):
@@ -26,6 +30,7 @@ class BufferWorker(Role):
     def __init__(self, connection: BufferConnection) -> None:
         super().__init__(connection)
         self._codec = GroupCodec()
+        self._told_routes = False
         self._completions = Batching(
             lambda worker_id: pb.CompleteTasksRequest(worker_id=worker_id), self._complete
         )
@@ -102,6 +107,7 @@ class BufferWorker(Role):
                 older than the lease requires; return the task.
             CapacityExceeded: Memory is near its limit; keep the lease and try again later.
         """
+        self._tell_routes(task_id, group)
         large = await asyncio.to_thread(pack_group, group) if _is_large(group) else b""
 
         def add(request: pb.CompleteTasksRequest) -> int:
@@ -112,6 +118,19 @@ class BufferWorker(Role):
             return len(packed)
 
         return (await self._completions.offer(worker_id, add)).recorded
+
+    def _tell_routes(self, task_id: str, group: TrajectoryGroup) -> None:
+        """Says once that a group is sent without its routes."""
+        size = routes.bytes_of(group.trajectories)
+        if size > routes.MAX_BYTES and not self._told_routes:
+            self._told_routes = True
+            get_logger(__name__).warning(
+                "routes_missing",
+                cause=f"routes of the group of task {task_id!r} take {size >> 20} MiB, more than "
+                f"{routes.MAX_BYTES >> 20}, so it is trained on with the trainer's own choice of "
+                "experts, as are all such groups; expected a smaller gconfig.n_samples or "
+                "gconfig.max_new_tokens, or rollout.router_replay=false",
+            )
 
     async def _complete(self, request: pb.CompleteTasksRequest) -> Sequence[pb.CompletionResult]:
         return (await self._call(self._stub.CompleteTasks, request)).results
@@ -172,7 +191,8 @@ class BufferWorker(Role):
 
 
 def _is_large(group: TrajectoryGroup) -> bool:
-    return sum(len(each.input_ids) for each in group.trajectories) >= _LARGE
+    tokens = sum(len(each.input_ids) for each in group.trajectories)
+    return tokens + routes.bytes_of(group.trajectories) // _TOKEN_BYTES >= _LARGE
 
 
 def _check_size(what: str, size: int) -> None:

@@ -97,7 +97,7 @@ async def test_stream_when_an_event_names_no_or_another_version_then_its_tokens_
 
     response, other = empty(), empty()
     for index, raw in answer.partial.items():
-        append_event((response, other)[index], raw, VERSION, min_version=VERSION, vocab_size=100)
+        append_event([(response, other)[index]], raw, VERSION, min_version=VERSION, vocab_size=100)
     assert response.output_tokens == tokens_of(0, kept)
     assert response.output_versions == [VERSION] * kept
     assert other.output_tokens == tokens_of(1, 2)
@@ -111,7 +111,7 @@ async def test_stream_when_it_breaks_after_a_last_event_then_tokens_have_the_ver
     with pytest.raises(ServerError, match=r"before \[DONE\]"):
         await answer.read(Stream(event(0, 1), event(0, 3, version=None), last))
 
-    append_event(response, answer.partial[0], VERSION, min_version=VERSION, vocab_size=100)
+    append_event([response], answer.partial[0], VERSION, min_version=VERSION, vocab_size=100)
     assert response.output_tokens == tokens_of(0, 5)
     assert response.output_versions == [4, 4, 6, 6, 6]
     assert response.stop_reason is StopReason.LENGTH

@@ -1,6 +1,7 @@
 """What is read of the experts that a server chose: nothing that it says does any harm."""
 
 import base64
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from areal.model_directory import RouteShape
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal_rollout.generation import routes
 from areal_rollout.generation.routes import RouteReader
 
 SHAPE = RouteShape(3, 2, 8)
@@ -103,3 +105,18 @@ def test_shape_when_a_config_is_read_then_only_a_mixture_of_experts_has_one(conf
 
 def test_shape_when_a_folder_has_no_config_then_there_is_none(tmp_path):
     assert RouteShape.of_folder(tmp_path) is None
+
+
+@given(st.binary(max_size=100))
+def test_base64_when_it_is_read_in_parts_then_the_bytes_are_the_same(data):
+    with mock.patch.object(routes, "_PART", 8):
+        assert routes._data_of(base64.b64encode(data).decode()) == data
+
+
+def test_base64_when_a_part_is_malformed_then_there_are_no_routes():
+    good = encoded(np.zeros((ROWS, 3, 2), int))
+    with mock.patch.object(routes, "_PART", 8):
+        assert read(good) is not None
+        for start in range(0, len(good), 4):
+            for bad in ("AA==", "A=AA", "!AAA", "ÿAAA"):
+                assert read(good[:start] + bad + good[start + 4 :]) is None
