@@ -36,9 +36,10 @@ VERSIONS = {
 _PLATFORMS = ("macosx_11_0_arm64", "macosx_14_0_arm64")
 
 Signatures = list[str] | None
-"""One for each overload; empty: it is there, its signature unknown; None: it is not there."""
+"""One signature for each overload; empty: it exists, with an unknown signature; None: it does not
+exist."""
 Table = dict[str, dict[str, Signatures] | Signatures]
-"""Name -> version -> signatures; without versions where all have the same."""
+"""Name -> version -> signatures; no versions if all of them have the same."""
 
 
 @dataclass

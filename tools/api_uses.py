@@ -23,7 +23,7 @@ OBJECTS = {
     "hf": MODEL,
     "converter": "transformers.core_model_loading.WeightConverter",
 }
-"""Name of a variable -> class of what it holds, in the files that train."""
+"""Name of a variable -> class of the object in it, in the files that train."""
 METHODS = {
     "set_gradient_divide_factor": "torch.distributed.fsdp.FSDPModule",
     "set_force_sum_reduction_for_comms": "torch.distributed.fsdp.FSDPModule",

@@ -99,9 +99,9 @@ class Check:
     what: str
     against: str
     tests: tuple[str, ...]
-    """`file::the beginning of a name`, without both "test_"."""
+    """`file::the beginning of a name`, without "test_" in either."""
     differs: str = ""
-    """Where ours is another convention, and why."""
+    """Where our formula follows another convention, and why."""
 
 
 CHECKS = [

@@ -27,7 +27,7 @@ import uvloop
 VOCABULARY = 250
 UPDATE_S = 0.05
 SPREAD = 0.6
-"""Of the logarithm of a length."""
+"""Standard deviation of the logarithm of a length."""
 _LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
 
 
@@ -41,11 +41,11 @@ class Server:
         self.version = "default"
         self.running = 0
         self.requests: dict[str, Callable[[str], None]] = {}
-        """By id: ends one now, with the tokens it has."""
+        """Requests by id; an entry ends the request now, with the tokens it has."""
         self._median = median
         self._first = first
         self._changes: list[tuple[float, str]] = []
-        """(time, version before it): of the recent updates."""
+        """(time, version before it) for each of the recent updates."""
 
     def control(self, path: str, body: dict[str, Any]) -> tuple[float, Any]:
         """(seconds, answer) of anything but /generate; None for what is not known."""

@@ -67,7 +67,7 @@ from areal_torch.models.tiny import make_tiny_model
 ROOT = Path(__file__).parents[1]
 SERVICES = ("rollout", "buffer", "weight_sync", "reward")
 CONNECTIONS = 15_000
-"""Of one process: below a limit of 20,000 open files."""
+"""Connections of one process: below a limit of 20,000 open files."""
 TOKENS = 64
 MEAN = 1.2
 """Mean length / median length of the log-normal answers."""

@@ -58,7 +58,7 @@ MODES: tuple[Checkpointing, ...] = ("none", "selective", "full", "offload")
 # by the same code; `make test-liger` compares gradients.
 _FUSED = frozenset({"llama", "qwen2", "qwen3"})
 SURELY = 0.8
-"""Of the memory that is there: what an allocator leaves in pieces takes the rest."""
+"""Share of the existing memory that can be used: the allocator's fragmentation takes the rest."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    """Of the feed-forward layer that one token passes: of all its experts together."""
+    """Width of the feed-forward layer that one token passes; the sum over all its experts."""
     vocabulary: int
     routed: int = 0
     """Experts that one token passes; 0: there are none."""
     expert_parameters: int = 0
-    """Of one layer's experts."""
+    """Parameters of the experts of one layer."""
     head_norms: bool = False
-    """Queries and keys are normalized."""
+    """Whether queries and keys are normalized."""
     tied: bool = False
-    """The head is the embedding."""
+    """Whether the head is the embedding."""
     kind: str = ""
-    """`model_type`, of all of it where it is made of several models."""
+    """`model_type` of the checkpoint, also if it is made of several models."""
     recurrent: int = 0
     """Values per token that a recurrent layer projects its input to; 0: the model has none."""
 
@@ -222,7 +222,7 @@ class Setting:
 
     layout: Layout
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     gpu: bool
 
 

@@ -34,7 +34,7 @@ class Recipe:
     """
 
     file_name: str
-    """For messages and tracebacks."""
+    """File name shown in messages and tracebacks."""
     source: bytes
 
     @cached_property

@@ -32,7 +32,7 @@ from areal.errors import InvalidInput, Unavailable
 ENTRY = "recipe.py"
 _MARK = b"\n# areal recipe folder: the zip of its other files, in base64\n"
 MAX_BYTES = 1024 * 1024
-"""Of the packed recipe; BufferService takes no more."""
+"""Largest size of a packed recipe; BufferService accepts no more."""
 _MAX_UNPACKED = 16 * MAX_BYTES
 _MAX_FILES = 500
 _DAMAGED = (

@@ -152,7 +152,7 @@ class LLMResponse:
 
 
 TIMEOUTS = "timeouts"
-"""Part of a reward: 1 where an answer took too long to judge and therefore scored 0."""
+"""Part of a reward: 1 where judging an answer took too long and it therefore scored 0."""
 
 
 SPLITS = "splits"

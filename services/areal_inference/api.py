@@ -28,10 +28,11 @@ MAX_SEQUENCES = 4096
 """Most sequences one /generate call may start."""
 
 MAX_TOP_LOGPROBS = 128
-"""Most ids of one position."""
+"""Most ids that are returned for one position."""
 
 RESERVED_POSITIONS = 6
-"""Of the context, that SGLang keeps from prompts; so do we, or clients would rely on them."""
+"""Positions of the context that SGLang keeps from prompts; this engine does the same, because
+clients would otherwise rely on them."""
 
 Constrain = Callable[[str, str], Grammar]
 """Compiles a grammar, given its kind and value; raises GrammarError."""

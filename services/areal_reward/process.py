@@ -25,7 +25,7 @@ from areal_reward.progress import Progress
 
 _END_S = 5.0
 _PATIENCE = 20
-"""A worker that starts gets so many times `load_timeout_s`: on a starved machine, another attempt
+"""A worker's start may take this many times `load_timeout_s`: on a starved machine, another attempt
 would take as long again."""
 
 

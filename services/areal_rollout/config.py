@@ -29,18 +29,19 @@ class RolloutConfig:
     worker_id: str
     """Unique among all workers."""
     boot: int = 0
-    """Of a worker whose id outlives its process: larger with each start, so that the buffer takes
-    back at once what its previous incarnation held."""
+    """For a worker whose id outlives its process: a number that is larger with each start, so that
+    the buffer at once takes back what its previous incarnation held."""
     capacity: int
-    """Episodes at once in this process; the ledger bounds all processes together."""
+    """Most concurrent episodes in this process; the ledger bounds all processes together."""
     connections: int = 1024
     """Concurrent connections to inference servers."""
     max_leases: int = 64
-    """Tasks taken in one call, so that several workers share a burst."""
+    """Most tasks taken in one call, so that several workers share a burst."""
     dynamic_sampling: bool = False
-    """A group to train on whose samples all have the same reward is rejected."""
+    """Whether a training group whose samples all have the same reward is rejected."""
     reject_single: bool = False
-    """With `dynamic_sampling`, so is a group of one sample, because its advantage would be 0."""
+    """Whether, with `dynamic_sampling`, a group of one sample is rejected too, because its
+    advantage would be 0."""
     lease_wait_s: float = 1.0
     """How long one call waits for a task; also how long a drain waits for the call."""
     lease_ttl_s: float = 30.0
@@ -58,7 +59,7 @@ class RolloutConfig:
     report_timeout_s: float = 900.0
     """How long a finished group is offered to a buffer that is away or full."""
     drain_s: float = 15.0
-    """For running episodes when the service stops."""
+    """Seconds that running episodes get when the service stops."""
     journal_max_bytes: int = 16 * 1024 * 1024
     """A longer journal is dropped: the next attempt starts afresh."""
     namespace: str = ""

@@ -20,7 +20,7 @@ from areal.v1 import buffer_service_pb2 as pb
 from areal_rollout.session_cache import CachedCalls
 
 _LAST, _CHUNK = 16, 1024
-"""How many ids are compared first, and at once."""
+"""How many ids are compared first, and how many at once after that."""
 
 
 class LedgerCalls:
@@ -49,7 +49,7 @@ class LedgerCalls:
         """
         self._buffer = buffer
         self.found = found
-        """What the ledger has."""
+        """What the ledger knows of the session."""
         self._attempt = attempt
         self._cached, self._lost = cached, lost
         self._extended: tuple[int, list[int]] | None = None

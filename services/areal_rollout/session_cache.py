@@ -19,7 +19,7 @@ CACHE_BYTES = 256 << 20
 _OVERHEAD = 1 << 10
 """Bytes that a session takes even without calls, so that their number is bounded too."""
 Key = tuple[str, int]
-"""Task and attempt."""
+"""Key of a session: task and attempt."""
 
 
 class CachedCalls:
@@ -28,7 +28,7 @@ class CachedCalls:
     def __init__(self) -> None:
         self.calls: list[pb.SessionCall] = []
         self.size = 0
-        """In bytes, about."""
+        """Approximate size in bytes."""
 
     @property
     def known(self) -> pb.SessionKnown | None:

@@ -106,7 +106,7 @@ class Coordinator:
         self._collected = -1
         self._log = get_logger(__name__)
         self.routine = RareLog(self._log)
-        """For what each version brings, of each server."""
+        """The log for the messages that each version brings for each server."""
 
     # ── versions ────────────────────────────────────────────────────────────────────────────
 

@@ -86,7 +86,7 @@ class CoordinatorView(Protocol):
     probes: Pace
     broadcasts: Broadcasts
     routine: RareLog
-    """The log of what each version brings."""
+    """The log for the messages that each version brings."""
     turns: Turns
     totals: Totals
 

@@ -98,7 +98,7 @@ class _Conversation:
 
     about: list[str]
     parts: list[Part]
-    """All of them, from the beginning."""
+    """The parts of all messages, from the beginning."""
 
 
 class _Conversations:

@@ -75,7 +75,7 @@ class IncrementalText:
         self._known: list[int] = []
         self._new: list[int] = []
         self._given = 0
-        """Characters of the text of both that were returned, or are held."""
+        """Number of characters of both texts that were returned or are held back."""
         self._held = ""  # is no characters, and is returned with the next one
 
     def add(self, ids: Sequence[int]) -> str:

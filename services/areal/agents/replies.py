@@ -78,7 +78,7 @@ class Reply:
     """Whether the body is server-sent events."""
     headers: Mapping[str, str] = field(default_factory=dict)
     sent: Callable[[], Awaitable[None]] | None = None
-    """To be awaited once the whole body has been sent."""
+    """Awaited once the whole body has been sent."""
     parts: Parts | None = None
     """A streamed body, which replaces `body`; must be closed."""
     receipt: bytes = b""

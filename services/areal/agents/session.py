@@ -39,7 +39,7 @@ from areal.workflows.large_text import apart, size_of, strings, texts_shown
 from areal.workflows.rendering import ChatRenderer, Message
 
 OnBug = Callable[[Exception], None]
-"""Told of an exception that no one expected."""
+"""Called with an exception that no one expected."""
 _CHARS_PER_TOKEN = 4
 Generate = Callable[[LLMRequest], Awaitable[list[LLMResponse]]]
 """Answers a prompt `gconfig.n_samples` times."""
@@ -66,7 +66,7 @@ class Model:
     context_length: int | None = None
     """The most tokens of prompt and answer; None: what the tokenizer says, if it says anything."""
     on_bug: OnBug = report_bug
-    """Told of exceptions that the agent sees as an error with status 500."""
+    """Called with exceptions that the agent sees as an error with status 500."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Start:
     extends: int | None = None
     """The answer that the prompt continues."""
     old: int = 0
-    """How many messages that answer ends."""
+    """Number of messages up to the end of that answer."""
     kept: int | None = None
     """The same answer, if its conversation is kept and has the same lead."""
 

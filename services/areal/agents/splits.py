@@ -26,7 +26,8 @@ from areal.types import SPLITS, Trajectory
 Segments = Sequence[tuple[bool, str]]
 """(sampled, text) in order: one trajectory, or one kept sample."""
 UNKNOWN = "prompt"
-"""Where a prompt of token ids, or of equal messages that were rendered otherwise, differs."""
+"""The field that is named if it is unknown where a prompt differs: for prompts of token ids, and
+for equal messages that were rendered differently."""
 _AROUND = 24
 _NEAR = 64
 """How many samples back a conversation is looked for."""

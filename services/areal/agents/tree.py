@@ -28,17 +28,18 @@ class Call:
     """One answer of the model within a session."""
 
     response: LLMResponse
-    """Prompt, the very ids sampled, their logprobs and versions. No ids: it failed on the way."""
+    """Prompt, the exact ids sampled, their logprobs and versions. No ids: the call failed."""
     retry: bool = False
-    """The client's SDK says that this request repeats an earlier one, whose answer it never had."""
+    """The client's SDK says that this request repeats an earlier one whose answer it never
+    received."""
     key: str = ""
     """What the client says identifies the request, also when it is repeated; may be empty."""
     delivered: bool = True
-    """All of the answer left for the client, as far as the server knows."""
+    """Whether, as far as the server knows, the complete answer was sent to the client."""
     reward: float | None = None
-    """The reward of this answer alone."""
+    """The reward of this one answer."""
     text: str = ""
-    """What people see of the answer."""
+    """The answer's text for display."""
     outline: str = ""
     """See `areal.agents.outlines`; may be empty."""
 
@@ -48,15 +49,15 @@ class Merged:
     """The trajectories and rewards of a session."""
 
     trajectories: list[Trajectory]
-    """In the order of their first own calls; `trajectory_id` is left to the caller."""
+    """Trajectories in the order of their first own calls; the caller sets `trajectory_id`."""
     chains: list[list[int]]
     """For each trajectory the calls that its loss covers, as indexes."""
     orphans: list[int]
-    """Calls whose answer was never used, since the SDK asked once more."""
+    """Calls whose answer was never used, because the SDK repeated the request."""
     dropped: int = 0
     """How many of the orphans had an answer, which no trajectory contains."""
     outlines: list[str] = field(default_factory=list)
-    """Of all calls."""
+    """Outlines of all calls."""
 
 
 def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from areal.errors import ConfigError
 
 FLUSH_S = 2.0
-"""At its end a process waits this long for a collector to take the last spans."""
+"""Seconds that a process waits at its end for a collector to take the last spans."""
 
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 

@@ -108,7 +108,8 @@ class CallPolicy:
     """The timeout of an RPC and how long it is retried, in seconds."""
 
     timeout_s: float = 30.0
-    """For one try. A long poll adds what the server was asked to wait."""
+    """Deadline of one try, in seconds. A long poll adds the time that the server was asked to
+    wait."""
     retry_s: float = 0.0
     """Try again, with backoff and jitter, for this long while the service is away or silent."""
     idempotent: bool = True

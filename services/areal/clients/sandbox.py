@@ -13,7 +13,7 @@ from areal.v1 import sandbox_service_pb2 as pb
 from areal.v1 import sandbox_service_pb2_grpc as pb_grpc
 
 _MARGIN_S = 60.0
-"""On top of a command's own seconds: for a free box, and a busy machine."""
+"""Seconds added to a command's own time limit: time to get a box, and for a busy machine."""
 
 
 class SandboxClient(Client):

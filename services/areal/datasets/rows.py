@@ -196,4 +196,5 @@ READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
     ".jsonl": load_jsonl,
     ".json": load_jsonl,
 }
-"""The one table of file formats. Of a split with files in several, the first here is read."""
+"""The table of file formats. If a split has files in several formats, the first format in the table
+is read."""

@@ -41,12 +41,12 @@ class Ended:
     exit_code: int
     """128 plus the signal's number if a signal ended the command."""
     cause: Cause
-    """The limit that ended it (`killed`: its whole box was ended); empty: it ended by itself."""
+    """The limit that ended it (`killed`: its whole box was ended); empty: it ended on its own."""
     seconds: float
     memory: int
     """Peak in bytes, as sampled every 20 ms; 0 for a shorter program."""
     failed: str = ""
-    """Why it did not begin."""
+    """Why the command did not start."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Form:
     """The brackets of a tuple, or the signs of a relation."""
     amount: Amount = field(default_factory=lambda: Amount(""))
     value: Decimal | None = None
-    """Of a leaf that is a plain number."""
+    """The value, if the node is a leaf that is a plain number."""
 
 
 def readings(text: str, strict: bool = False) -> list[Form]:

@@ -28,7 +28,7 @@ _BEYOND = re.compile(
     r"\\(?:sum|prod|i{0,2}int|oint|lim|[bp]?mod|max|min|gcd|lcm|det|dim|partial|nabla|cap|setminus)"
     r"(?![A-Za-z])|\\Gamma\s*(?:\\left)?\(|\\d?frac\s*\{\s*d\s*\}\s*\{\s*d"
 )
-"""What our own grammar lacks and math-verify has."""
+"""Forms that our own grammar lacks and math-verify reads."""
 _WARM = (r"\int_0^1 x^2 dx", r"\sum_{k=1}^{3} \frac{k}{2}", r"\lim_{x \to 0} \sin(x)+\sqrt{2}")
 
 

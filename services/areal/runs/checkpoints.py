@@ -26,7 +26,7 @@ from areal.errors import InvalidInput
 from areal.weights.safetensors import file_digest
 
 DIGESTS = "digests.json"
-"""Ends the name of a file in which a rank describes what it has written."""
+"""Suffix of a file in which a rank describes what it has written."""
 _THREADS = 4
 _NAME = re.compile(r"step_(\d+)-inc_(\d+)")
 

@@ -45,7 +45,7 @@ class StatusSnapshot:
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     unfinished_s: float = 0.0
-    """Since a step was finished last, or, before that, since the trainer opened."""
+    """Seconds since the last step finished or, before the first, since the trainer opened."""
 
 
 class TrainerStatus:

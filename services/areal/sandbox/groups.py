@@ -24,7 +24,7 @@ _MOUNT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _NEEDED = {"memory", "pids"}
 _OURS_MB = 64
-"""For the box's own processes, and tables of pages."""
+"""Memory for the box's own processes and for page tables, in MiB."""
 _OURS_PROCESSES = 8
 _LEAF = "areal"
 _TRIES = 10

@@ -27,7 +27,7 @@ from areal.sandbox.box import Box, Command
 from areal.sandbox.launch import advice
 
 _GRACE_S = 15.0
-"""On top of a program's own seconds, for a machine that is busy; then the whole box is killed."""
+"""Seconds added to a program's own time limit, for a busy machine; then the whole box is killed."""
 
 
 class Sandbox:

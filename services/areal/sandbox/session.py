@@ -98,7 +98,7 @@ class Session:
         self._selector = selectors.DefaultSelector()
         self._looked = 0.0
         self._left = False
-        """Whether something runs that no program waits for: daemons."""
+        """Whether daemons are running: processes that no program waits for."""
 
     def serve(self) -> None:
         """Serves until told to end; then nothing that it started is left."""

@@ -47,7 +47,7 @@ PLAIN = sys.argv[1] if len(sys.argv) > 1 else ""
 FOLDER = PLAIN or "/tmp"
 READABLE = sys.argv[2:]
 AT_HAND = "ast bisect collections copy functools heapq itertools math random re string"
-"""What short programs import most: imported before the first fork."""
+"""Modules that short programs import most; they are imported before the first fork."""
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ import orjson
 from areal.errors import InvalidInput
 
 MAX_DEPTH = 200
-"""Levels of nesting that `loads` reads: fewer than can be written, for it is written inside of
-records and answers."""
+"""Levels of nesting that `loads` reads: fewer than can be written, because the value is written
+inside records and answers."""
 WRITER_DEPTH = 254
 """Levels of nesting that `dumps` writes."""
 # 19 digits are the shortest number that may not fit; a text of digits only costs the slower parser.

@@ -60,7 +60,7 @@ class _Entry:
 
     name: str
     changed: int
-    """Elements."""
+    """Number of changed elements."""
     dense: bool
     frame: bytes
 

@@ -62,9 +62,9 @@ class NewVersion:
     model: Path
     """Directory that config and tokenizer are copied from."""
     again: Again | None = None
-    """What a broadcast sends instead of the bytes here; None: those."""
+    """What a broadcast sends instead of these bytes; None: these bytes."""
     adapter: AdapterInfo | None = None
-    """The tensors are an adapter's; None: they are whole weights."""
+    """Whether the tensors are an adapter's; None: they are whole weights."""
 
     @property
     def weights_file(self) -> str:

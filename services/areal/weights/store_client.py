@@ -30,7 +30,7 @@ DIGEST_HEADER = "Areal-Digest"
 CHUNK_BYTES = 32 << 20
 MAX_CHUNK_BYTES = 256 << 20
 TIMEOUT_S = 60.0
-"""Each wait on the store's socket."""
+"""Deadline of each wait on the store's socket, in seconds."""
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 4096
 _BLOCK_BYTES = 1 << 20

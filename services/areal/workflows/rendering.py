@@ -26,7 +26,8 @@ from areal.workflows.large_text import texts_shown
 from areal.workflows.tool_text import ToolCall, read_calls
 
 Message = dict[str, Any]
-"""{"role": "user", "content": "…"}, with what the chat template knows besides ("tool_call_id")."""
+"""{"role": "user", "content": "…"}, and other keys that the chat template reads
+("tool_call_id")."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Reply:
     """One sampled answer as a person or a tool reads it."""
 
     text: str
-    """All of it without special tokens; tool calls are still in it."""
+    """The whole text without special tokens; it still contains the tool calls."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Those that are well formed."""
+    """Tool calls that are well formed."""
 
     @property
     def message(self) -> Message:

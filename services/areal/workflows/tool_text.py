@@ -19,7 +19,7 @@ from typing import Any
 from areal.tokenizer.json_text import loads
 
 MAX_DEPTH = 150
-"""Levels of a call: fewer than a request has, in which clients send it back."""
+"""Levels of nesting in a call: fewer than in a request, in which clients send the call back."""
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 KINDS = ("json_schema", "regex", "structural_tag")
-"""The sampling parameters that constrain."""
+"""The sampling parameters that constrain an answer."""
 
 
 class GrammarError(ValueError):

@@ -47,9 +47,9 @@ class Decoder(Protocol):
     """A model whose weights can be replaced between two calls (`transformer`, `plain`)."""
 
     weights: Any
-    """A `WeightSet` of its own kind."""
+    """A `WeightSet` of the runner's own kind."""
     adapters: Sequence[Adapter | None]
-    """Of the sequences of the next call, in its order; empty: none has any."""
+    """Adapters of the sequences of the next call, in its order; empty: no sequence has one."""
 
     def adapt(self, pairs: Pairs) -> Any:
         """Return an adapter's parts as it computes with them; raises InvalidInput."""

@@ -31,7 +31,8 @@ from areal_inference.decode.request import Request, abort_reason
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 _ADMISSION_HEADROOM = 32
-"""Tokens of growth that must fit before a request is admitted; avoids retracting it at once."""
+"""Free tokens that the cache needs before a request is admitted; without them it might have to be
+retracted at once."""
 
 
 class Runner(Protocol):

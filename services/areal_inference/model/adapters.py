@@ -42,7 +42,7 @@ class Pair:
 
 
 Pairs = Mapping[str, Pair]
-"""By module, as the checkpoint names it."""
+"""Pairs of matrices by module, with the checkpoint's names."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,9 +52,9 @@ class Adapter:
     name: str
     path: str
     parts: Any
-    """As the decoder wants it."""
+    """The adapter's matrices, in the form that the decoder takes."""
     uid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Requests share prompt work only below the same one: a name may be given again."""
+    """Requests share prompt work only if this is equal; a name may be reused."""
 
 
 def read_adapter(location: str, headers: Mapping[str, str], dtype: torch.dtype, most: int) -> Pairs:

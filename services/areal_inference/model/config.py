@@ -10,7 +10,7 @@ from typing import Any
 from areal.errors import InvalidInput
 
 SEEING = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
-"""A vision tower beside a Qwen2 decoder."""
+"""Model types with a vision tower beside a Qwen2 decoder."""
 ARCHITECTURES = ("Qwen2ForCausalLM", "LlamaForCausalLM", *SEEING)
 
 
@@ -38,11 +38,11 @@ class VisionConfig:
 
     image_token_id: int
     merge: int
-    """So many patches in height, and in width, make one token."""
+    """Number of patches, in height and in width, that form one token."""
     sections: tuple[int, ...]
     """Rotary frequencies that turn by time, by height and by width."""
     settings: dict[str, Any]
-    """Of the tower, as in config.json."""
+    """The tower's settings, as in config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class ServedModel:
     max_position_embeddings: int
     eos_token_ids: frozenset[int]
     vision: VisionConfig | None = None
-    """None: it takes no images here."""
+    """The vision tower; None: images are not accepted."""
 
     @property
     def cache_values(self) -> int:

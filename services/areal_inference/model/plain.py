@@ -38,13 +38,15 @@ from areal_torch.engines.model.tensor_directory import TensorDirectory
 _UNLIMITED = 1 << 20
 """Positions of a model whose config names no limit; the cache's size limits requests."""
 _TOKENS_AT_ONCE = 4096
-"""Of sequences that are computed again."""
+"""Tokens of one batch when sequences are computed again."""
 _CACHES = ("past_key_values", "cache_params")
-"""What decoders call the argument for their cache, and the field of their output."""
+"""Names that decoders use for their cache, as an argument and as a field of their output."""
 _APART, _APART_16 = 1e-4, 5e-2
-"""How far logits may be apart, relative to their size, for rounding: in float32, in 16 bits."""
+"""Largest difference of logits, relative to their size, that counts as rounding: in float32, and in
+16 bits."""
 _TRIED = (2, 12, 8)
-"""Sequences of the trial at the start, their tokens, and how many of these are prefilled."""
+"""Number of sequences of the trial at the start, of their tokens, and of tokens that are
+prefilled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class PlainConfig(CheckpointModel):
     dtype: str
     """float32 or bfloat16."""
     width: int
-    """Numbers that the cache keeps for a token, about."""
+    """About how many numbers the cache keeps for a token."""
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: str) -> PlainConfig:
@@ -134,7 +136,8 @@ class Skeleton:
     hf: Any
     steps: list[hub_names.Step]
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    """Shape and dtype of all tensors of a version, those of unused towers too, by its names."""
+    """Shape and dtype of all tensors of a version by its names, including those of unused
+    towers."""
     repeated: dict[str, str]
 
     @classmethod

@@ -30,9 +30,10 @@ class State:
 
     cache: Any
     size: int
-    """Its sequences."""
+    """Number of its sequences."""
     frozen: bool
-    """Rows may point to it as to the state after a prompt: it must not advance."""
+    """Whether the state must not advance, because rows may refer to it as the state after a
+    prompt."""
 
 
 @dataclass(slots=True)
@@ -42,9 +43,9 @@ class Row:
     ids: list[int] = field(default_factory=list)
     """Tokens computed so far."""
     state: State | None = None
-    """None: nothing is kept."""
+    """The state that has the row; None: nothing is kept."""
     index: int = 0
-    """Place in the state."""
+    """The row's index in the state."""
     prompt: Row | None = None
     """The row as its prefill left it."""
     routes: list[Routes] = field(default_factory=list)

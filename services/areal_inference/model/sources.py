@@ -47,7 +47,7 @@ class Stored:
     file: str
     place: TensorPlace
     digest: str
-    """Empty: the source has no manifest."""
+    """The version's digest; empty: the source has no manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Published:
     """A version as it was pulled: what its files are, so that the next server can pull it here."""
 
     name: str
-    """Its folder's."""
+    """Name of the version's folder."""
     manifest: PolicyVersion
     layouts: Mapping[str, Layout]
-    """Of its safetensors files."""
+    """Layouts of its safetensors files."""
 
 
 class Source(Protocol):

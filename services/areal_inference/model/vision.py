@@ -41,9 +41,9 @@ class Seen:
     positions: Tensor
     """Rotary positions of the prompt, int64 [3, length]."""
     shift: int
-    """Of a token behind the prompt, rotary position less place."""
+    """For a token behind the prompt, its rotary position minus its place."""
     digest: bytes
-    """Of the files."""
+    """Digest of the images' files."""
 
     def rotary_positions(self, length: int) -> Tensor:
         """Return positions of the first `length` tokens of prompt and answer, int64 [3, length]."""

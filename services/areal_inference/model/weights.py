@@ -83,7 +83,7 @@ class WeightSet:
     sums: dict[str, str] = field(default_factory=dict)
     """Checksums of what the set holds; empty until asked for."""
     published: Published | None = None
-    """The version that the set is, bit for bit, where it was pulled whole."""
+    """The version that the set equals bit for bit, if it was pulled whole."""
 
     def checksums(self) -> dict[str, str]:
         """Return the xxh3-128 of each checkpoint tensor, in this model's dtype and HF's layout.
@@ -143,7 +143,7 @@ class Weights(WeightSet):
     final_norm: Tensor  # [H]
     layers: tuple[LayerWeights, ...]
     tower: nn.Module | None = None
-    """Of a model that sees: transformers' vision tower, whose parameters are views too."""
+    """For a model that sees: transformers' vision tower, whose parameters are also views."""
 
     def emptied(self) -> Weights:
         """Return a set of the same dtype that holds nothing."""
@@ -158,10 +158,11 @@ class View:
     target: Tensor
     shape: tuple[int, ...]
     published_as: torch.dtype | None = None
-    """Type of the tensor outside this set; None: the target's. The target holds its values, maybe
-    in a wider type."""
+    """Type of the tensor in published versions; None: the target's. The target holds its values,
+    possibly in a wider type."""
     finite: bool = True
-    """False: it is of a part that computes nothing here, and some keep infinity in buffers."""
+    """Whether all values must be finite. False for a part that is not used here, because some
+    buffers contain infinity."""
 
     @property
     def dtype(self) -> torch.dtype:

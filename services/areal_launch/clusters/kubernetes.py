@@ -33,7 +33,8 @@ from areal_launch.processes.commands import find_program, run_command
 
 HELM_TIMEOUT_S = 300.0
 MAX_RECIPE_BYTES = 256 * 1024
-"""Of a packed folder. Helm keeps values and objects (the recipe twice) in a Secret of 1 MiB."""
+"""Largest size of a packed folder. Helm keeps values and objects (the recipe twice) in a Secret of
+1 MiB."""
 GRPC_PORT, HTTP_PORT = 50051, 8080
 WORKLOADS = ("PyTorchJob", "TrainJob", "Job")
 # What the live view asks: component of the chart to key of `endpoints`.
@@ -123,7 +124,7 @@ class Outcome:
     """How the trainer's job ended, if it has."""
 
     word: str = ""
-    """finished, failed, or "" while it is neither."""
+    """"finished", "failed", or "" if it is neither."""
     cause: str = ""
 
 

@@ -99,7 +99,7 @@ class StuckWatch:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], tuple[float, float]] = {}
-        """Component and container to when it was seen stuck first and last."""
+        """For each component and container, when it was first and last seen stuck."""
 
     def look(self, pods: list[dict[str, Any]], now: float) -> tuple[Problem, float] | None:
         """Returns the problem that has lasted too long, and since when; None if there is none.

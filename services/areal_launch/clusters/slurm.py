@@ -114,7 +114,7 @@ class JobState:
     """What Slurm says about a job."""
 
     state: str
-    """PENDING, RUNNING, COMPLETED, ...; GONE when Slurm has forgotten it."""
+    """PENDING, RUNNING, COMPLETED, ...; GONE if Slurm no longer knows it."""
     reason: str = ""
 
     @property

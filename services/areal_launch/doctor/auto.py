@@ -20,7 +20,7 @@ from areal_launch.doctor import memory
 from areal_launch.doctor.sharing import fewest_requests, server_room, split, trainer_fits
 
 _WIDTHS = (1, 2, 4, 8)
-"""GPUs of one server."""
+"""Numbers of GPUs that one server may have."""
 
 
 @dataclass(frozen=True)

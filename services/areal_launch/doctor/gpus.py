@@ -37,9 +37,10 @@ class Machine:
     """What decides about GPUs here."""
 
     environment: Mapping[str, str]
-    """Of the launcher; CUDA_VISIBLE_DEVICES counts."""
+    """Environment of the launcher; CUDA_VISIBLE_DEVICES counts."""
     torch: TorchFound | None
-    """Of the first environment that uses GPUs; None: not asked, or another program's."""
+    """torch of the first environment that uses GPUs; None: not asked, or the environment of another
+    program."""
     sglang: Installed
     device_files: int = 0
 
@@ -55,8 +56,8 @@ class Judged:
     """GPUs of the trainer's ranks; empty if the run cannot start, or has other nodes."""
     servers: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ()
-    """What torch says about the GPUs in `trainer`, then about those in `servers`, if it was asked.
-    They are the same ones where `allocation_mode` has `|`."""
+    """torch's description of the GPUs in `trainer`, then of those in `servers`, if it was asked.
+    The GPUs are the same if `allocation_mode` has `|`."""
 
     @property
     def findings(self) -> list[Finding]:

@@ -27,7 +27,7 @@ from areal.memory_estimate import (
 from areal.model_directory import serving_dtype
 
 _CPU_CACHE = 1 * GIB
-"""Most of the CPU engine's KV cache."""
+"""Largest KV cache of the CPU engine, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Trainer:
 
     need: Need
     mode: Checkpointing
-    """What its layers keep."""
+    """The mode of gradient checkpointing: what layers keep."""
     ways_out: str
-    """Settings with which it needs less."""
+    """Settings with which the run needs less memory."""
 
 
 def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int = 0) -> Trainer:

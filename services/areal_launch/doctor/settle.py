@@ -28,7 +28,7 @@ class Settled:
     """What was decided."""
 
     why: str = ""
-    """One line; "": there was nothing to decide."""
+    """The reasoning in one line; "": there was nothing to decide."""
     servers_part: float = 0.0
     """See `Placement`."""
 

@@ -21,11 +21,12 @@ from areal.memory_estimate import CUDA, GIB, SURELY, ModelShape
 from areal_launch.doctor import memory
 
 ASLEEP = 3 * GIB
-"""What a server keeps of a GPU while it sleeps: CUDA's context, and libraries' own memory."""
+"""Bytes that a sleeping server keeps on a GPU: CUDA's context and memory of libraries."""
 _WORK = 0.12
 """Part of a server's share that is neither weights nor cache: activations and CUDA graphs."""
 _FEWEST = 32
-"""Requests of full length that a server should hold at once, or generation crawls."""
+"""Fewest requests of full length that a server should hold at once; with fewer, generation is
+slow."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Split:
 
     sharing: Sharing
     part: float
-    """Of the free memory, what a server's weights and cache may take; 0: its engine decides."""
+    """Share of the free memory that a server's weights and cache may take; 0: its engine
+    decides."""
     why: str
     """The reasoning, in one line."""
 

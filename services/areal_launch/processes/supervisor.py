@@ -48,13 +48,14 @@ ResultT = TypeVar("ResultT")
 
 BAD_INPUT = 2
 WINDOW_S = 600.0
-"""Counts only the time that a process is up: starts alone may take longer than this, each."""
+"""Window for counting restarts, in seconds. Only the time that a process is up counts, because each
+start may take longer than this."""
 # Redis, NATS, logs and a small checkpoint begin to fail at once below this.
 LEAST_BYTES = 16 * 1024 * 1024
 WAIT_S = 3600.0
-"""A disk that stays full for this long is given up."""
+"""The run ends if a disk stays full for this many seconds."""
 LOOK_INTERVAL_S = 1.0
-"""Nothing announces free space: it is looked for."""
+"""Seconds between checks for free space, which nothing announces."""
 FreeBytes = Callable[[Path], int]
 """Folder to the bytes that this user may still write there."""
 
@@ -92,18 +93,20 @@ class RestartPolicy:
     """How often and how fast a process is started again."""
 
     max_restarts: int = 5
-    """Within `WINDOW_S` seconds of being up; one more and the run is given up."""
+    """Restarts within `WINDOW_S` seconds of being up; one more ends the run."""
     ready_timeout_s: float = 120.0
     """Seconds from start to ready."""
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
     silent_s: float = 50.0
-    """A job without a sign of life for this long is killed. Ranks that watch each other need 30 s
-    and some to leave, and name the culprit: they go first."""
+    """A job without a sign of life for this many seconds is killed. Ranks that watch each other
+    need a little over 30 s to end, and they name the rank at fault, so they get the time to do so
+    first."""
     progress_s: float = 10.0
-    """While a process starts, the newest line of its log is shown so often."""
+    """While a process starts, the newest line of its log is shown at this interval, in seconds."""
     steady_s: float = 20.0
-    """A process that was up for this long is not crash-looping: the next delay is the first."""
+    """Seconds after which a process does not count as crash-looping: the next delay is the first
+    one again."""
 
 
 # (level: info | warning | error, process name, text)
@@ -128,7 +131,7 @@ class Supervised:
     ) -> None:
         self.spec = spec
         self.vital = True
-        """Whether the stack is given up with it."""
+        """Whether the stack ends if this process is given up."""
         self.state = ProcessState.STOPPED
         self.pid = 0
         self.spawned = 0.0
@@ -141,7 +144,7 @@ class Supervised:
         self._spawn = spawn
         self._free = free
         self._up_s = 0.0
-        """Seconds for which it was up, over all its lives."""
+        """Seconds for which it was up, over all its restarts."""
         self._recent: deque[float] = deque()
         """The value of `_up_s` at each restart."""
         self._in_a_row = 0

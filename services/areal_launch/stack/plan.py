@@ -56,9 +56,9 @@ class StackPlan:
     make_inference: Callable[[int], ProcessSpec] | None = None
     """Describes the process of a server by its index; None if we start none."""
     ports: PortPicker | None = None
-    """Keeps the ports promised while the plan lives."""
+    """Keeps the promised ports reserved as long as the plan exists."""
     capacity: int | None = None
-    """Servers that the nodes have GPUs for; None: it does not depend on GPUs."""
+    """Number of servers that the nodes have GPUs for; None: it does not depend on GPUs."""
 
     def add_inference(self) -> ProcessSpec:
         """Adds a server, with the lowest free name, on a port of its own."""

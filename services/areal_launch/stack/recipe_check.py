@@ -25,7 +25,7 @@ from areal_launch.processes.process import Child, ProcessSpec, last_lines
 from areal_launch.view.output import CheckResult
 
 LIMIT_S = 120.0
-"""For all of it; its parts have limits of their own."""
+"""Deadline of the whole check in seconds; its parts have limits of their own."""
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+)', re.MULTILINE)
 
 

@@ -17,7 +17,7 @@ from areal_launch.processes.log_tail import LogTail
 
 _LOOK_S = 2.0
 _QUIET_S = 60.0
-"""From one line to the next: a server that is away makes every episode return."""
+"""Least seconds between two lines: if a server is away, every episode is returned."""
 
 
 class ReturnedEpisodes:

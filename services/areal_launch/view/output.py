@@ -24,9 +24,9 @@ class CheckResult(StrEnum):
 
     OK = "ok"
     NOTE = "note"
-    """A run works, with a loss that is named."""
+    """The run works, with a disadvantage that is named."""
     UNKNOWN = "unknown"
-    """Only a run can tell."""
+    """Only a run can show the result."""
     MISSING = "missing"
     FAILED = "failed"
 

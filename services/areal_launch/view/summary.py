@@ -15,7 +15,7 @@ from areal_launch.view.poller import Snapshot
 from areal_launch.view.rows import column, mean
 
 _SHOWN = 8
-"""Of an evaluation's means, at the end of a run."""
+"""Number of an evaluation's means that are shown at the end of a run."""
 
 
 def read_results(file: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from areal_rollout.check.stand_ins import FirstBatch, StandIns
 from areal_rollout.failures import describe_failure
 
 MAIN_S = 30.0
-"""For `main` to reach its first batch; one that loads more for longer is not judged."""
+"""Seconds that `main` may take to reach its first batch; if it takes longer, it is not judged."""
 # A trainer has these, and its process group; a check need not.
 _TRAINER_ONLY = ("torch", "transformers", "safetensors")
 

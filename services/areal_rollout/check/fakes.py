@@ -104,7 +104,7 @@ class InProcessScorer:
         self._timeout_s = timeout_s
         self._report = report
         self.name = ""
-        """Of the function that was asked for last; "" before the first call."""
+        """Name of the function that was requested last; "" before the first call."""
         self.rewards: list[float] = []
         self.failure: ScoreFailure | None = None
 

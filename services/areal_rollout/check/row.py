@@ -37,7 +37,8 @@ from areal_rollout.failures import describe_failure, where_it_waits
 from areal_rollout.results import group_of
 
 WORKFLOW_S = 20.0
-"""Of one episode whose model answers at once; a workflow that waits for more is not judged."""
+"""Seconds for one episode whose model answers at once; a workflow that waits longer is not
+judged."""
 
 
 class RowCheck:

@@ -22,9 +22,10 @@ from areal_rollout.generation.protocol import ServerError, tokens_of
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 STREAM_FROM = 256
-"""Requests that may bring fewer tokens are not streamed: little is lost with their server."""
+"""Requests for fewer tokens are not streamed: little is lost if their server fails."""
 EVENTS = 32
-"""Of a request that uses all its tokens. The bytes are those of one answer times half of this."""
+"""Events of a request that uses all its tokens. The stream has the bytes of one answer times half
+of this number."""
 
 _INDEX = re.compile(rb'"index":\s*(\d+)')
 _VERSION = re.compile(rb'"weight_version":\s*"([^"]*)"')
@@ -71,7 +72,7 @@ class Answer:
         self.version = version
         self._count = count
         self.partial: dict[int, bytes] = {}
-        """By sequence: the newest event whose tokens are of known versions."""
+        """For each sequence, the newest event whose tokens have known versions."""
 
     async def read(self, http: aiohttp.ClientResponse) -> bytes:
         """The whole answer as JSON: an object for one sequence, else an array.

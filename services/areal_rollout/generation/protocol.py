@@ -33,13 +33,13 @@ class ModelLimits:
 
     vocab_size: int
     context_length: int
-    """Prompt and output together, in tokens."""
+    """Longest prompt and output together, in tokens."""
     eos_token_ids: tuple[int, ...] = ()
     model: str = ""
-    """Its name, for traces."""
+    """The model's name, for traces."""
     routes: RouteShape | None = None
-    """Of a mixture of experts whose servers are asked which experts they chose; None: they are
-    not."""
+    """Shape of a mixture of experts whose servers are asked which experts they chose; None: they
+    are not asked."""
 
     def room(self, prompt: int) -> int:
         """Returns how many tokens may follow a prompt of that length; below 1: it is too long.

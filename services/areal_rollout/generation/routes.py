@@ -25,7 +25,7 @@ from areal.model_directory import RouteShape
 from areal.types import LLMRequest, LLMResponse
 
 MAX_CALL_BYTES = 256 * 1024 * 1024
-"""Routes are asked for if those of the longest answers to a call take at most so many bytes."""
+"""Routes are requested if those of the longest answers to a call take at most this many bytes."""
 _WIDE = np.dtype("<i4")
 
 

@@ -39,7 +39,7 @@ class Server:
     """Name of the adapter that is this version; empty: its weights are."""
     serving: bool = False
     note: str = ""
-    """State and cause, for messages."""
+    """State and cause, for error messages."""
     outstanding: int = 0
     """Tokens of this process's requests that run there: prompts, and tokens still to generate."""
     running: set[asyncio.Timeout] = field(default_factory=set)

@@ -30,9 +30,9 @@ from areal_torch.algorithms.behavior import MAX_LOG_RATIO, masked_difference
 from areal_torch.algorithms.packing import sequence_index
 
 LossResult = tuple[Tensor, dict[str, Tensor]]
-"""Sums over loss tokens: of the loss, with gradient, and of statistics."""
+"""Sums over loss tokens: the loss, with gradient, and statistics."""
 TokenLosses = tuple[Tensor, dict[str, Tensor]]
-"""The same of each token, [T]."""
+"""The same for each token, [T]."""
 
 
 def add_up(

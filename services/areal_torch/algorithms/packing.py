@@ -55,11 +55,11 @@ from areal_torch.algorithms import images
 Batch = dict[str, Tensor]
 
 ROUTES = "routed_experts"
-"""The key of the server's choice of experts, which the policy's forward passes replay."""
+"""Key of the experts that the server chose, which the policy's forward passes replay."""
 
 SEQUENCE_KEYS = frozenset({"group_index", "truncated", "bootstrap_values", "chosen"})
-"""Keys with one entry per sequence, as have those that begin with `sequence_`; all others except
-`cu_seqlens` have one entry per token."""
+"""Keys with one entry per sequence; those that begin with `sequence_` have one as well. All others
+except `cu_seqlens` have one entry per token."""
 
 _KEYS_OF_TOKENS = frozenset(
     {"input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rewards"}

@@ -59,7 +59,7 @@ class Work:
     per_loss_token: float
     """4 V, or 6 V if the head is trained."""
     per_pair: float
-    """Of a sequence of L tokens, over L^2."""
+    """Per pair of tokens: of a sequence of L tokens, multiplied by L^2."""
 
     @classmethod
     def of(cls, hf: Any) -> Work:

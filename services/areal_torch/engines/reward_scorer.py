@@ -29,7 +29,7 @@ from areal.model_directory import read_config
 from areal.tokenizer import Tokenizer
 
 _AT_ONCE = 32
-"""Conversations of one forward pass."""
+"""Conversations in one forward pass."""
 
 
 class RewardModel:

@@ -72,7 +72,7 @@ class _Gathered:
 
     started: float = field(default_factory=time.perf_counter)
     batch: Batch = field(default_factory=dict)
-    """The last."""
+    """The batch of the last step."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     weight: int = 0
     tokens: int = 0

@@ -58,7 +58,7 @@ class TaskFeeder:
         self._rows = iter(rows)
         self._sealed = False
         self.held_back: list[Task] | None = None
-        """Drawn from the rows, and refused by a ledger that was full."""
+        """Rows that were drawn, and then refused because the ledger was full."""
         # (epoch, index, task_id) of what was submitted and may not have ended, oldest first.
         self._open: deque[tuple[int, int, str]] = deque()
         self._log = get_logger(__name__)

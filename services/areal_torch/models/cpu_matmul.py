@@ -23,9 +23,9 @@ __all__ = ["Choice", "Storage", "choose", "choose_here", "measure", "room_for_we
 
 _GIB = 1024**3
 _WORTH_IT = 1.25
-"""A way other than the preferred one must be so many times as fast."""
+"""Another way must be this many times as fast as the preferred one to be chosen."""
 _HOPELESS = 10.0
-"""A way that is so much slower than the fastest one is not timed again."""
+"""A way that is this many times slower than the fastest one is not timed again."""
 _ROUNDS = 3
 _ROWS, _WIDTH, _OUT = (1, 16, 64), 512, 4096
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -61,7 +61,7 @@ class Choice:
 
     storage: Storage
     why: str
-    """One line with the rates."""
+    """The measured rates, in one line."""
 
 
 def choose_here(parameters: int) -> Choice:

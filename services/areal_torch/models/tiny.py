@@ -27,10 +27,11 @@ PAD_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, END_ID = range(256, 261)
 VOCAB_SIZE = 261
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image|>", "<|video|>"
 IMAGE_ID, VIDEO_ID = 261, 262
-"""Of the model that sees."""
+"""Token ids of the model that reads images."""
 ARCHITECTURES = ("qwen2", "qwen3_moe", "qwen3_5")
-"""Of `make_tiny_model`: a dense decoder; 8 experts, 2 for a token; a checkpoint of several models,
-whose every second layer is a gated delta rule and whose vision tower text does not use."""
+"""Architectures that `make_tiny_model` can create: a dense decoder; a mixture of 8 experts, 2 per
+token; and a checkpoint of several models, whose every second layer is a gated delta rule and whose
+vision tower is not used for text."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

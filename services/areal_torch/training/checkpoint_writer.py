@@ -48,7 +48,7 @@ class _Pending:
     extra: dict[str, Any]
     size_bytes: int
     sealed: Future[Path] | None = None
-    """On rank 0: done when the checkpoint is whole and visible."""
+    """Completed, on rank 0, when the checkpoint is whole and visible."""
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -83,13 +83,14 @@ class CheckpointWriter:
         """`commit(step)` commits a step in the ledger, on rank 0."""
         self.actor: Checkpointable | None = None
         self.last_step = 0
-        """Of the newest checkpoint begun or resumed from."""
+        """Step of the newest checkpoint that was begun or resumed from."""
         self._ranks = ranks
         self._folder = folder
         self._commit = commit
         self._pending: _Pending | None = None
         self._committing: Future[None] | None = None
-        """On every rank while rank 0 tells the ledger; elsewhere it says nothing more."""
+        """The commit under way: on rank 0 the call to the ledger; on other ranks only that there is
+        one."""
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="areal-checkpoint")
         self._log = get_logger(__name__)
 

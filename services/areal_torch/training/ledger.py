@@ -31,7 +31,7 @@ class TrainerLedger:
         """Makes no call yet; the first one is `register`."""
         self.buffer = buffer
         self.name = f"buffer {buffer.connection.address}"
-        """For waits and errors."""
+        """Name shown in waits and errors."""
         self.incarnation = 0
         self._ranks = ranks
         self._bridge = bridge

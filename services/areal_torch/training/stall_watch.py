@@ -30,9 +30,9 @@ from areal.chassis.waits import Wait
 
 LOOK_S = 5.0
 LEAST_S = 600.0
-"""No stall is shorter, whatever the steps take."""
+"""Fewest seconds that count as a stall, whatever the steps take."""
 STEPS = 10
-"""Nor shorter than this many of the longest step."""
+"""A stall is also at least this many times the longest step."""
 _SHOWN_S = 30.0
 # Waits of these with a timeout end by themselves; one for another process has a reason.
 _WAITING = ("concurrent.futures._base", "queue", "selectors", "threading")

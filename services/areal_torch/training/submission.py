@@ -39,7 +39,7 @@ class Submission:
         """
         self.unsent = {task.task_id: task for task in tasks}
         self.refused: errors.CapacityExceeded | None = None
-        """What the ledger said when it was last asked, if it had no room."""
+        """The ledger's latest refusal, if it had no room."""
         self.since = time.monotonic()
         self._session = session
         self._what = what

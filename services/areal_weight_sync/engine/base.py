@@ -57,11 +57,14 @@ class Engine(Protocol):
     """One inference server. Every call has a deadline and raises EngineError."""
 
     ranks: int
-    """Processes that receive weights, as of the last `boot_id`; 0: it cannot by broadcast."""
+    """Processes that receive weights, as of the last `boot_id`; 0: the server cannot receive a
+    broadcast."""
     lora_rank: int
-    """Highest rank of adapters that it was started for, as of the last `boot_id`; 0: none."""
+    """Highest rank of adapters that the server was started for, as of the last `boot_id`; 0:
+    none."""
     connections: int
-    """Opened to the server so far. While it stays, no request can have reached another process."""
+    """Number of connections opened to the server so far. While it does not change, no request can
+    have reached another process."""
 
     async def weight_version(self, timeout: float = 2.0) -> str:
         """Returns the version that the server reports."""

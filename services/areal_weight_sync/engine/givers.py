@@ -31,7 +31,8 @@ class Turn:
     giver: str
     """http://host:port of the server or sidecar to pull from; empty: the store."""
     taker: str = ""
-    """Who has the version afterwards, and gives it on; empty: none can pull it there."""
+    """The server that will have the version and then pass it on; empty: no one can pull it from
+    there."""
 
 
 @dataclass
@@ -39,10 +40,10 @@ class _Copies:
     """Of one version."""
 
     free: list[str] = field(default_factory=list)
-    """Those that have it and give to no one."""
+    """Servers that have the version and are not giving it to another."""
     holders: set[str] = field(default_factory=set)
     giving: int = 0
-    """Transfers, the store's included."""
+    """Number of transfers in progress, including the store's."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def next(self) -> str:

@@ -22,7 +22,7 @@ class Routes:
     store: str = ""
     """http://host:port of the weight store, as servers reach it."""
     sidecar_port: int = 0
-    """Where the sidecar listens on each server's host."""
+    """Port on which the sidecar listens on each server's host."""
 
     def starting_with(self, first: str) -> tuple[str, ...]:
         """Returns all routes, first the one that worked last."""

@@ -37,7 +37,7 @@ _MAX_FILES = 10_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _MAX_DELTA_BYTES = 16 << 30
 _RESERVE_BYTES = 64 << 20
-"""Left free on the volume: Redis or logs may share it."""
+"""Bytes left free on the volume, which Redis or logs may share."""
 
 
 class WeightStore:

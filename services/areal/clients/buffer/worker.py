@@ -17,7 +17,8 @@ from areal.v1 import buffer_service_pb2 as pb
 # A message takes 128 MiB; a journal comes back in one that may hold 32 MiB of other leases.
 _MAX_PART_BYTES = 90 * 1024 * 1024
 _LARGE = 1 << 17
-"""Tokens of a group from which it is packed in a thread: the event loop serves other sessions."""
+"""Groups of this many tokens or more are packed in a thread, so that the event loop can serve other
+sessions."""
 
 
 class BufferWorker(Role):

@@ -18,7 +18,7 @@ KINDS: dict[str, Any] = {
         *(types.FunctionType, types.MethodType, types.GeneratorType, type({}.values())),
     )
 }
-"""What a Far may say that it is: isinstance believes it."""
+"""The kinds of object that a Far may claim to be; isinstance believes it."""
 
 
 def _call(function: Any, arguments: tuple[Any, ...], named: tuple[Any, ...]) -> Any:

@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 MODEL_KEY = b"areal.model"
 
 FILES = "step-*-rank*.parquet"
-"""A pattern of the names of files with what was trained on."""
+"""A pattern of the names of files with groups that were trained on."""
 
 DISCARDED = "step-*-discarded.parquet"
-"""A pattern of the names of the others."""
+"""A pattern of the names of files with groups that were not trained on."""
 
 TRAINED = "trained"
 

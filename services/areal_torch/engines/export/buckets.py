@@ -210,9 +210,10 @@ class Held:
     """Facts about a model that do not change while it is trained."""
 
     boxes: dict[str, list[Box]]
-    """Of each tensor that leaves, its name and what each rank holds of it."""
+    """Name of each exported tensor, and the boxes of it that each rank holds."""
     bystanders: list[str]
-    """On rank 0, what lies beside the model in its directory and goes with it."""
+    """On rank 0, tensors that are in the model's directory, do not belong to the model, and are
+    exported with it."""
 
     @classmethod
     def of(cls, hf: Any, source: Path, *, adapters: bool = False) -> Held:

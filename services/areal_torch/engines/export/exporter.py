@@ -65,7 +65,7 @@ class Exporter:
         self._gathered.set()
         self._since = 0.0
         self.waited_s = 0.0
-        """What `wait_gathered` has cost the training thread, in all."""
+        """Seconds that `wait_gathered` has held up the training thread, in total."""
 
     def gathering(self, dtype: str | None, *, adapters: bool = False) -> Gathering:
         """Return the current weights, or adapters, to gather, once no other export reads them."""

@@ -112,7 +112,8 @@ class ScalarHead:
     """One number for each loss token, float32 (float64) [N]; the second value is zeros."""
 
     shift: int = 1
-    """1: the value of the state before a token; 0: the score of what ends with it."""
+    """1: a token's value is that of the state before it; 0: its score is that of the text that ends
+    with it."""
 
     def read(
         self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int

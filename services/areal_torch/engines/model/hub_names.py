@@ -35,7 +35,7 @@ class Step:
     """Tensors of one side that are converted together to tensors of the other."""
 
     target: str
-    """The first tensor that it makes; the only one without a converter."""
+    """The first tensor that it makes, which is the only one if there is no converter."""
     converter: Any = None
     """transformers' `WeightConverter`; None: only the name changes."""
     renamings: list[Any] = field(default_factory=list)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 KIND = "indexed attention"
 LAYER = "indexed_attention"
-"""Its name among a config's layer types."""
+"""Name of this layer type in a config."""
 
 
 def is_indexed(module: Any) -> bool:

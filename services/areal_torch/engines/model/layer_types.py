@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 TOKENWISE = frozenset({"mlp", "moe"})
-"""Layers in which tokens do not meet."""
+"""Types of layers in which tokens do not interact."""
 RECURRENT = frozenset({"linear_attention", "mamba", "conv"})
-"""Layers with a state or a convolution; see `recurrent`."""
+"""Types of layers with a state or a convolution; see `recurrent`."""
 CHUNKED = "chunked_attention"
-"""Layers in which a token sees only its own chunk of its sequence, as in Llama 4."""
+"""Types of layers in which a token sees only its own chunk of its sequence, as in Llama 4."""
 
 
 def layer_types(config: Any) -> list[str]:

@@ -149,9 +149,9 @@ class Delta:
     """The values that an adapter adds to this rank's rows of a matrix."""
 
     down: Tensor
-    """A, whole."""
+    """The whole matrix A."""
     up: Tensor
-    """Those rows of B, in place."""
+    """The corresponding rows of B, in place."""
     scale: float
 
     def merged(self, rows: Tensor) -> Tensor:

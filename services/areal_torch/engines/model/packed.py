@@ -55,12 +55,12 @@ class PackedCausalLM(nn.Module):
         self.kernel = kernel
         self.chunk_elements = chunk_elements
         self.context: Context | None = None
-        """Ranks among which a micro-batch's tokens are spread; set before the first forward."""
+        """Ranks that share a micro-batch's tokens; set before the first forward pass."""
         guards.refuse_unsupported(hf)
         self.rope_limit = guards.rope_limit(hf.config)
         text = hf.config.get_text_config()
         self.longest = longest_input(text.to_dict())
-        """The most tokens of a sequence; None: any number."""
+        """Most tokens of a sequence; None: any number."""
         self.vocab_size: int | None = getattr(text, "vocab_size", None)
         guards.set_attention(hf, kernel)
         guards.freeze_towers(hf)

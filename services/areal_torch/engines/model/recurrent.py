@@ -39,7 +39,7 @@ from areal_torch.engines.model.indexed import is_indexed
 # How modules take the boundaries: `cu_seq_lens_q` is handed on to the kernel as `cu_seqlens`.
 _ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens")
 _LIGHTNING = "LightningAttention"
-"""MiniMax's: a state without a convolution."""
+"""MiniMax's layer: a state without a convolution."""
 _TRIED = (5, 1, 70, 3)
 """Lengths of the trial's sequences: shorter than a convolution, and longer than a chunk."""
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -119,7 +119,7 @@ class RecurrentLayers:
         self.by_length = any(type(module) not in boundaries for _, module in found)
         """Whether layouts need buckets."""
         self.kinds = sorted({kind_of(module) for _, module in found})
-        """What users call them; empty: the model has none."""
+        """Names of the layers' kinds for messages; empty: the model has none."""
         for _, module in found:
             argument = boundaries.get(type(module))
             plain = module.forward

@@ -75,19 +75,19 @@ class Routes:
         self._family = type(hf).__name__
         self._warned = False
         self.refused = ""
-        """Why nothing is replayed; "" if routes are."""
+        """Why routes are not replayed; "" if they are."""
         self.off = False
-        """Whether the model is no policy in training, whose choice is always its own."""
+        """Whether the model is not a policy in training, so that it always uses its own choice."""
         self.layers = int(getattr(config, "num_hidden_layers", 0))
         self.routers = routers_of(hf, decoder)
         if max(self.routers, default=0) >= self.layers:
             self.routers = {}  # numbered otherwise than layers are
         self.chosen = 0
-        """Experts of a token, once the test at the start has seen it."""
+        """Experts per token, known once the self-test has run."""
         self.experts = 0
-        """How many there are to choose from in the layer with the fewest."""
+        """Number of experts in the layer with the fewest."""
         self.mixture = bool(self.routers or getattr(config, "num_experts_per_tok", None))
-        """Whether it is a mixture of experts, as far as one can see."""
+        """Whether the model appears to be a mixture of experts."""
         if not self.routers:
             self.refused = "it has no routers that call topk, one in a layer"
             return
@@ -204,7 +204,7 @@ class _Choice(TorchFunctionMode):
         self._given, self._experts = given, experts
         self._usable: Tensor | None = None
         self.made: Tensor | None = None
-        """The choice, [tokens, k], once it was made."""
+        """The choice, [tokens, k], once the router has made it."""
         if given is not None:
             ordered = given.sort(-1).values
             distinct = (ordered.diff(dim=-1) > 0).all(-1)

@@ -61,9 +61,9 @@ class SelfTest:
     attention: str
     dtype: str
     layers: int
-    """The first ones, which took part; 0: unknown, all did."""
+    """Number of leading layers that took part; 0: unknown, or all did."""
     difference: float
-    """Mean over tokens."""
+    """Mean difference over tokens."""
     tolerance: float
     seconds: float
     replays_routes: bool = False

@@ -22,7 +22,7 @@ from areal.weights.manifest import weight_files
 from areal.weights.safetensors import TensorPlace, read_layout
 
 Box = Sequence[slice]
-"""Of each dimension a range, with start and stop."""
+"""A range with start and stop for each dimension."""
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,

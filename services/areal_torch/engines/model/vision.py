@@ -22,7 +22,7 @@ from areal_torch.algorithms.packing import Batch, position_ids, sequence_index
 from areal_torch.engines.model.attention.layout import PackedLayout
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types whose images train."""
+"""Model types that can be trained on images."""
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,11 @@ class Budget:
     need: Need | None
     """None: the model's sizes are not known."""
     there: int
-    """Free bytes, of the rank that has least."""
+    """Free bytes on the rank that has the least."""
     chunk: int
     """Elements of the largest logits tensor."""
     ways_out: str
-    """Which settings make it need less."""
+    """Settings with which it needs less."""
 
     def __str__(self) -> str:
         """`about 31.8 GiB (states 14.2, activations 8.0) of 79.1`."""
@@ -152,8 +152,8 @@ _KEPT = frozenset(
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
 _WIDER = 8
-"""A product whose result has more than so many times the width of its rows costs a GPU less than to
-read that result from memory: an adapter's second one, as wide as the layer's own."""
+"""A product whose result has more than this many times the width of its rows costs a GPU less than
+to read that result from memory: an adapter's second one, as wide as the layer's own."""
 
 
 def _policy(_: Any, operator: Any, *args: Any, **__: Any) -> Any:

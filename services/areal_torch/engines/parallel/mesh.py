@@ -104,16 +104,18 @@ class Mesh:
 
     layout: Layout
     data_group: Any
-    """Ranks that hold one share of the batch each, for CPU tensors; None: there is one share."""
+    """Ranks that hold one share of the batch each, for CPU tensors; None: there is only one
+    share."""
     context_group: Any
-    """Ranks that share the tokens of a micro-batch; None: this one alone."""
+    """Ranks that share the tokens of a micro-batch; None: only this rank."""
     shards: DeviceMesh
-    """Over which weights are sharded: one dimension, or two whose first is of copies."""
+    """Mesh over which weights are sharded: one dimension, or two of which the first holds
+    copies."""
     tensor: DeviceMesh
     experts: DeviceMesh | None
-    """Over which the experts of a layer are spread; None: each rank has all."""
+    """Mesh over which the experts of a layer are spread; None: each rank has all of them."""
     expert_shards: DeviceMesh | None
-    """Over which those of one rank are sharded, as `shards`."""
+    """Mesh over which the experts of one rank are sharded; its form is that of `shards`."""
 
     @property
     def share(self) -> int:

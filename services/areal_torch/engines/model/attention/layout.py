@@ -53,12 +53,12 @@ class PackedLayout:
     shared: bool
     """Whether fewer tokens are computed than the batch has."""
     buckets: tuple[Bucket, ...] = ()
-    """For the `packed` kernel alone."""
+    """Buckets, only for the `packed` kernel."""
     output: Tensor | None = None
     """Place of each computed token in the concatenated buckets, int64 [U]."""
     chunks: PackedLayout | None = None
-    """What layers of type `chunked_attention` read instead: chunks in the places of sequences and
-    of batch tokens. None: there are no such layers, or no sequence is longer than a chunk."""
+    """The layout for layers of type `chunked_attention`: chunks in the places of sequences and of
+    batch tokens. None: there are no such layers, or no sequence is longer than a chunk."""
 
     @property
     def longest(self) -> int:

@@ -38,7 +38,7 @@ class Shape:
     heads: int
     kv_heads: int
     width: int
-    """Of queries and keys."""
+    """Width of queries and keys."""
     value_width: int
     window: int | None = None
     """Tokens a query looks back at, itself included; None: all."""

@@ -42,12 +42,13 @@ from areal_torch.engines.versions import installed
 TORCH, FLASH_2, FLASH_3 = "varlen", "flash_attention_2", "flash_attention_3"
 TORCH_REPEATED, CUDNN = "varlen_repeat_kv", "varlen_cudnn"
 PACKAGES = {FLASH_2: "flash_attn", FLASH_3: "flash_attn_interface"}
-"""What has to be installed."""
+"""The package that has to be installed."""
 WIDEST = 256
 """Largest width of a head."""
 CUDNN_FROM = 16_384
 _CUDNN_STEP = 1024
-"""cuDNN makes a plan for each length, so sequences are padded to a multiple of so many tokens."""
+"""Sequences are padded to a multiple of this many tokens, because cuDNN compiles a plan for each
+length."""
 
 Varlen = Callable[[list[Tensor], PackedLayout, float, tuple[int, int], float | None], Tensor]
 """Takes queries, keys and values of one width, the layout, the factor of the scores, the tokens
