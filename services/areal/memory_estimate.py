@@ -63,7 +63,7 @@ SURELY = 0.8
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's sizes."""
+    """Sizes of a decoder, from its config.json."""
 
     parameters: int
     layer_parameters: int
@@ -195,7 +195,7 @@ def _stored_parameters(directory: Path) -> int:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes by part."""
+    """Estimated memory of a rank: bytes by part."""
 
     parts: dict[str, int] = field(default_factory=dict)
 
@@ -205,7 +205,7 @@ class Need:
 
     @property
     def largest(self) -> str:
-        """The largest part."""
+        """Names the largest part."""
         return max(self.parts, key=lambda part: self.parts[part])
 
     def __str__(self) -> str:
@@ -342,7 +342,7 @@ def trainer_rank(
 
 
 def _state_bytes(engine: TrainEngineConfig, shape: ModelShape, element: int) -> int:
-    """Of weights, gradients and moments of all ranks together; frozen weights are weights only."""
+    """Returns the bytes of weights, gradients and moments of all ranks; frozen: only weights."""
     narrow = engine.optimizer is not None and engine.optimizer.moments == "bfloat16"
     each = 2 * MASTER + 2 * BYTES["bfloat16" if narrow else "float32"]
     if engine.lora is None:

@@ -117,7 +117,7 @@ def _load_folder(recipe: Recipe) -> ModuleType:
 
 
 def _top_level_error(error: BaseException, own: str, entry: str) -> InvalidInput:
-    """One line: what a recipe's top level raised, and where in its own file or folder."""
+    """Returns one line: what a recipe's top level raised, and where in its own file or folder."""
     inside = (own, own.rstrip("/") + "/")
     frames = [
         frame

@@ -180,7 +180,7 @@ class Files(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, package: str, folder: Path, shown: str, mark: tuple[str, object]) -> None:
-        """`shown`: the author's name of the folder. `mark`: an attribute of each module."""
+        """`shown` is the author's name of the folder, `mark` an attribute of each module."""
         self.package, self._folder, self._shown, self._mark = package, folder, shown, mark
 
     def find_spec(

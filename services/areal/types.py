@@ -66,7 +66,7 @@ class StopReason(StrEnum):
 
 @dataclass
 class GenerationHyperparameters:
-    """Sampling parameters."""
+    """Sampling parameters of a generation."""
 
     n_samples: Annotated[int, Ge(1)] = 1
     """Number of samples per task, which is the size of the group."""

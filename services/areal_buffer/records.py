@@ -67,7 +67,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did."""
+    """The results of one sweep."""
 
     extended: int
     """Leases extended because of an outage."""

@@ -135,7 +135,7 @@ class SessionStore:
     async def _rest(
         self, task_id: str, attempt: int, known: pb.SessionKnown
     ) -> tuple[replies.Row, _Calls] | None:
-        """What the reader lacks, in one round trip if that is little; None: it lacks everything."""
+        """Returns what the reader lacks, in one round trip if that is little; None: everything."""
         last, count = b"begun:%s" % known.last.encode(), known.calls
         while True:
             fields = [last, b"calls", b"ended", b"outcome"]

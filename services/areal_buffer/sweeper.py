@@ -51,7 +51,7 @@ class Sweeper:
         self._log = get_logger(__name__)
 
     async def sweep_forever(self) -> None:
-        """Sweeps every interval."""
+        """Sweeps at every interval until cancelled."""
         while True:
             try:
                 await self._sweep_once()

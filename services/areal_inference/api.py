@@ -356,7 +356,7 @@ def _sampling_params(
 
 
 def _grammar(raw: dict[str, Any], constrain: Constrain | None) -> Grammar | None:
-    """What the answer may be."""
+    """Returns the grammar of the answer."""
     given = [kind for kind in KINDS if raw.get(kind) is not None]
     if not given:
         return None
@@ -482,7 +482,7 @@ def _input_triples(request: Request, text: Callable[[int], str] | None) -> list[
 
 
 def _top_triples(request: Request, text: Callable[[int], str] | None) -> list[Any]:
-    """Of each position the likeliest ids, as triples; nothing of the first."""
+    """Returns triples of the likeliest ids of each position; none for the first."""
     if request.input_top_logprobs is None:
         return []
     found = [

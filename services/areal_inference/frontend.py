@@ -228,7 +228,7 @@ class Frontend:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        """Made when the first request asks: it reads the vocabulary."""
+        """Creates the grammars at the first request that asks, because it reads the vocabulary."""
         limits = self.limits
         return Grammars(self.tokenizer.to_str(), limits.vocab_size, sorted(limits.eos_token_ids))
 
@@ -278,7 +278,7 @@ def _context_length(config: InferenceConfig, model: ServedModel) -> int:
 
 
 def _storage(config: InferenceConfig, model: ServedModel) -> Storage:
-    """How this machine multiplies the model's matrices fast."""
+    """Describes how this machine multiplies the model's matrices fast."""
     from areal_inference.model.weights import model_shapes
     from areal_torch.models.cpu_matmul import FLOAT32, choose_here
 

@@ -71,7 +71,7 @@ class Load:
 
     @property
     def wanted(self) -> float:
-        """Servers with which generation takes `TARGET` of the training time."""
+        """Returns how many servers generation needs to take `TARGET` of the training time."""
         return self.servers * self.generation_busy / max(self.training_busy, 0.02) / TARGET
 
 

@@ -122,7 +122,7 @@ class RolloutConfig:
 
 
 def worker_identity() -> tuple[str, int]:
-    """This worker's id, and the number of its life if it has a name that outlives its process.
+    """Returns this worker's id, and a number for each start if its name outlives its process.
 
     The launcher names its processes; so does a pod's `AREAL_PROCESS`. The number is the time in
     microseconds: two lives of one name begin on one machine, one after the other.

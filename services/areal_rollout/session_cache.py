@@ -32,7 +32,7 @@ class CachedCalls:
 
     @property
     def known(self) -> pb.SessionKnown | None:
-        """What the ledger need not send."""
+        """Returns what the ledger need not send."""
         if not self.calls:
             return None
         unanswered = [call.number for call in self.calls if not call.HasField("answer")]
@@ -73,7 +73,7 @@ class SessionCache:
         return len(self._entries)
 
     def find(self, key: Key) -> CachedCalls:
-        """What is known of a session; may be empty."""
+        """Returns what is known of a session; may be empty."""
         found = self._entries.get(key)
         return found[0] if found else CachedCalls()
 
@@ -89,6 +89,6 @@ class SessionCache:
             self.drop(next(iter(self._entries)))
 
     def drop(self, key: Key) -> None:
-        """Forgets a session."""
+        """Forgets a session and its size."""
         _, size = self._entries.pop(key, (None, 0))
         self._total -= size

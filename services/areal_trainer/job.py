@@ -104,7 +104,7 @@ def _load(recipe_file: Path) -> ModuleType:
 
 
 def _call(main: Callable[[list[str]], object], config_file: Path) -> object:
-    """What `main` returns; leaving it with `sys.exit()` is the same as returning."""
+    """Returns what `main` returns; leaving it with `sys.exit()` counts as returning."""
     try:
         return main(["--config", str(config_file)])
     except EvaluationEnded:

@@ -270,7 +270,7 @@ class _Rest:
         self._since = float("-inf")
 
     def since(self, folder: Path, now: float) -> float:
-        """Seconds since something changed; 0 at the first look."""
+        """Returns the seconds since something changed; 0 at the first look."""
         state = {}
         for path in folder.rglob("*"):
             try:

@@ -1,4 +1,4 @@
-"""Where one inference server is in its life; the only place that changes it.
+"""The state of one inference server; the only module that changes it.
 
                           reached, weights loading
               ┌─────────┐ ───────────────────────> ┌─────────┐
@@ -96,7 +96,7 @@ class ServerRecord:
         return True
 
     def hold(self, version: PolicyVersion) -> None:
-        """Its weights are confirmed to be that version's."""
+        """Records that its weights are confirmed to be that version's."""
         self.version, self.digest = version.version, version.digest
         self.adapter = version.adapter_name
 

@@ -233,11 +233,11 @@ class Kept:
 
     @classmethod
     def read(cls, content: str) -> Self:
-        """What `write` has written."""
+        """Reads what `write` has written."""
         return cls(**loads(content, WRITER_DEPTH))
 
     def write(self) -> str:
-        """As JSON."""
+        """Returns the messages as JSON."""
         return dumps(vars(self)).decode()
 
 
@@ -247,7 +247,7 @@ def digest(value: Any) -> str:
 
 
 def _gist(message: Message) -> list[Any]:
-    """What clients send back of a message as they had it: no ids, no thought, no outer blanks."""
+    """Returns what clients send back unchanged: no ids, no reasoning, no outer blanks."""
     calls = [
         [call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or []

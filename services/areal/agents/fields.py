@@ -40,7 +40,7 @@ def score(body: Mapping[str, Any]) -> Score | None:
 
 
 def _parts(parts: Mapping[str, Any]) -> dict[str, float]:
-    """Parts by name; each becomes a metric, `reward/NAME`, beside the total's mean and std."""
+    """Returns parts of a reward by name; each becomes a metric, `reward/NAME`, beside the total."""
     if len(parts) > 32:
         raise InvalidInput(f"parts: got {len(parts)}, expected at most 32")
     for name, value in parts.items():

@@ -35,7 +35,7 @@ class Repeats:
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> Self:
-        """What a request says; names of headers in lower case."""
+        """Reads a request's headers, whose names are in lower case."""
         given = next((headers[name] for name in REQUEST_IDS if headers.get(name)), "")
         encoded = given.encode(errors="surrogatepass")
         key = hashlib.blake2b(encoded, digest_size=8).hexdigest() if given else ""

@@ -218,7 +218,7 @@ class PartialAnswer:
         return before
 
     def _split(self, text: str) -> tuple[str, str]:
-        """What can be streamed of reasoning and of content, now that `text` is known."""
+        """Returns how much of reasoning and content can be streamed, given the text so far."""
         self._pending += text
         reasoning = content = ""
         if self._part == "start":

@@ -45,11 +45,11 @@ class Events(Protocol):
         ...
 
     def more(self, delta: AnswerDelta) -> Iterator[Event]:
-        """New text of an unfinished answer."""
+        """Returns the events for new text of the unfinished answer."""
         ...
 
     def end(self, answers: Sequence[Answer]) -> Iterator[Event]:
-        """What `more` has not written."""
+        """Returns the events for everything that `more` has not written."""
         ...
 
 
@@ -63,14 +63,14 @@ class Parts:
         return self._parts
 
     async def aclose(self) -> None:
-        """May be called at any time; when it returns, the generation has stopped."""
+        """Stops the generation before it returns; may be called at any time."""
         await self._parts.aclose()
         await _stop(self._task)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What goes back over HTTP."""
+    """A response to an HTTP request."""
 
     status: int
     body: bytes

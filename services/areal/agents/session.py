@@ -87,7 +87,7 @@ class Session:
     """Serves an agent's calls, any number of them at once."""
 
     def __init__(self, session_id: str, model: Model, calls: CallStore) -> None:
-        """Requests of one session prefer the same server."""
+        """Creates the session, whose requests all prefer the same server."""
         self.id = session_id
         self.model = model
         self.calls = calls
@@ -176,7 +176,7 @@ class Session:
     def _read(
         self, number: int, whole: LLMResponse, request: ChatRequest, *, offered: bool, opened: bool
     ) -> tuple[Answer, str]:
-        """What an agent reads of an answer, and the answer's text; never raises."""
+        """Returns what an agent reads of an answer, and the answer's text; never raises."""
         response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
         reply = self.model.renderer.parse(response.output_tokens)
         if len(reply.tool_calls) > 1 and not request.parallel:
@@ -346,6 +346,6 @@ class Session:
 
 
 def _size_of_rest(request: ChatRequest) -> int:
-    """About how many characters a request has besides its messages."""
+    """Returns about how many characters a request has besides its messages."""
     values = request.tools, request.variables, request.begun
     return sum(map(len, strings(values)))

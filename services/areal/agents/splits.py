@@ -79,7 +79,7 @@ def _why(samples: Sequence[Segments], wholes: Sequence[str], number: int) -> str
 
 
 def _shown(earlier: Segments, prompt: str, same: int) -> str:
-    """Where a prompt leaves an earlier sample whose answers it shows; "": it shows none.
+    """Returns where a prompt departs from an earlier sample whose answers it shows, or "".
 
     Args:
         earlier: The earlier sample.

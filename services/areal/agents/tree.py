@@ -89,7 +89,7 @@ def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:
 
 
 def _parents(calls: Sequence[Call]) -> list[int | None]:
-    """For each call the earlier one that it extends furthest; of equal ones the latest."""
+    """Returns, for each call, the earlier one that it extends furthest; of equals, the latest."""
     wholes: list[bytes] = []
     parents: list[int | None] = []
     for call in calls:
@@ -111,7 +111,7 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def _orphans(calls: Sequence[Call], parents: Sequence[int | None]) -> set[int]:
-    """For each repeated request the earlier call that it repeats: same prompt, never extended."""
+    """Returns, for each repeated request, the earlier call: same prompt, never extended."""
     used = set(parents)
     orphans: set[int] = set()
     prompts: dict[bytes, list[int]] = {}
@@ -143,7 +143,7 @@ def _repeated(calls: Sequence[Call], call: Call, free: Sequence[int]) -> list[in
 
 
 def _chains(kept: Sequence[int], parents: Sequence[int | None]) -> list[list[int]]:
-    """Each kept call once: a chain continues with the first call that extends its last."""
+    """Puts each kept call into one chain; a chain continues with the first call that extends it."""
     chains: list[list[int]] = []
     chain_of: dict[int, list[int]] = {}  # by a chain's last call
     for index in kept:

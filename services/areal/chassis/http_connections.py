@@ -88,7 +88,7 @@ class HttpSite(web.BaseSite):
 
 
 class _FirstHead(asyncio.Protocol):
-    """In front of a handler of aiohttp's, which has its own deadline after the first request."""
+    """Runs before a handler of aiohttp's, which has its own deadline after the first request."""
 
     def __init__(self, handler: web.RequestHandler, waiting: Waiting) -> None:
         self._handler = handler

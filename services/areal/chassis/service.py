@@ -114,7 +114,7 @@ class Server:
         """Stops taking work and returns what the service holds; bounded by the grace period."""
 
     async def close(self) -> None:
-        """Releases connections."""
+        """Releases the service's connections."""
 
 
 def split_address(address: str, key: str) -> tuple[str, int]:
@@ -142,7 +142,7 @@ def check_address(address: str, key: str, security: Security) -> None:
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Bytes that are no HTTP are answered with 400; aiohttp would log a traceback of each."""
+    """Whether an error is ours: bytes that are not HTTP get 400, and aiohttp logs a traceback."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
@@ -325,7 +325,7 @@ def run_service(
     read: Callable[[GRPOConfig], Config],
     build: Callable[[Config, ServiceContext], Server],
 ) -> None:
-    """Is the `main` of every service: parses argv, serves until told to stop, exits.
+    """Runs as the `main` of every service: parses argv, serves until told to stop, exits.
 
     Args:
         name: e.g. "buffer"; also in logs and metric names.

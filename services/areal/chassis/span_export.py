@@ -43,7 +43,7 @@ def export_spans(key: str, service: str, namespace: str, instance: str) -> Itera
 
 
 def _resource(service: str, namespace: str, instance: str) -> Resource:
-    """Who makes the spans; what the environment says of it comes first."""
+    """Describes the process that creates the spans; values of the environment take precedence."""
     ours = {
         "service.name": service,
         "service.namespace": namespace,

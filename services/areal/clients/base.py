@@ -125,7 +125,7 @@ def _bearer(token: str) -> _Metadata:
 
 
 def _name(method: Any) -> str:
-    """Of the RPC that a stub's method calls."""
+    """Returns the name of the RPC that a stub's method calls."""
     return bytes(method._method).decode().rsplit("/", maxsplit=1)[-1]
 
 
@@ -267,6 +267,6 @@ class Client:
             self._raise_if_closed(name)
 
     def _raise_if_closed(self, name: str) -> None:
-        """Instead of gRPC, which raises a class that no caller expects."""
+        """Raises our error before gRPC raises a class that no caller expects."""
         if self._closed:
             raise errors.ArealError(f"{name} on {self.address}: this client is closed")

@@ -1,4 +1,4 @@
-"""Client of SandboxService."""
+"""Client of SandboxService: lends boxes and runs commands in them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SandboxClient(Client):
 
     @cached_property
     def stub(self) -> pb_grpc.SandboxServiceAsyncStub:
-        """The generated calls."""
+        """Returns the generated client of the service."""
         return pb_grpc.SandboxServiceStub(self._channel)
 
     async def lend(

@@ -62,7 +62,7 @@ class Outcome:
 
 
 def limits_to_pb(limits: Limits) -> pb.SandboxLimits:
-    """Returns the message."""
+    """Converts limits to their message."""
     return pb.SandboxLimits(**asdict(limits))
 
 
@@ -73,7 +73,7 @@ def limits_from_pb(message: pb.SandboxLimits) -> Limits:
 
 
 def ended_to_pb(ended: Ended) -> pb.CommandEnd:
-    """Returns the message."""
+    """Converts the end of a command to its message."""
     return pb.CommandEnd(
         exit_code=ended.exit_code, cause=ended.cause, seconds=ended.seconds, memory=ended.memory
     )

@@ -238,7 +238,7 @@ _NUMBERS = [
 
 
 def record_from_pb(message: trajectory_pb2.TaskRecord) -> TaskRecord:
-    """Decodes a record."""
+    """Converts a message to a task's record."""
     return TaskRecord(
         task=task_from_pb(message.task),
         state=STATE_FROM_PB[message.state],
@@ -273,7 +273,7 @@ def take_from_pb(message: pb.TakeBatchResponse) -> Take:
 
 
 def take_to_pb(take: Take) -> pb.TakeBatchResponse:
-    """Encodes a take."""
+    """Converts a take to its message."""
     return pb.TakeBatchResponse(
         state=pb.TakeState.Value(f"TAKE_STATE_{take.state.name}"),
         groups=[
@@ -338,7 +338,7 @@ def stats_to_pb(stats: LedgerStats) -> pb.GetStatsResponse:
 
 
 def _unix(stamp: Timestamp) -> float:
-    """Seconds since the epoch; 0: absent."""
+    """Returns seconds since the epoch; 0: absent."""
     return stamp.ToMilliseconds() / 1000
 
 

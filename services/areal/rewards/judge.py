@@ -238,7 +238,7 @@ class Judge:
         return f"judge {self.model} at {urlsplit(str(client.base_url)).hostname}"
 
     def _said(self, client: openai.AsyncOpenAI, error: openai.APIStatusError) -> str:
-        """What the endpoint says, without the key: some repeat it."""
+        """Returns the endpoint's message without the key, which some endpoints repeat."""
         body = error.body.get("message") if isinstance(error.body, dict) else error.body
         said = " ".join(str(body or "").replace(client.api_key, "***").split())[:_SHOWN]
         hint = "; check the key and base_url" if error.status_code in (401, 403, 404) else ""

@@ -463,7 +463,7 @@ def _unit(text: str, before: str, strict: bool) -> list[str] | None:
 
 
 def _ordered(words: list[str]) -> list[str]:
-    """Square and cubic before a unit become its powers."""
+    """Turns "square" and "cubic" before a unit into its powers."""
     ordered: list[str] = []
     power = ""
     for word in words:

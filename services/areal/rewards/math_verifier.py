@@ -75,7 +75,7 @@ def verified(gold: str, found: str) -> bool:
 
 
 def _verdict(gold: str, found: str) -> bytes:
-    """In the child: the kernel's timer ends it, whatever code runs."""
+    """Runs in the child, which the kernel's timer ends, whatever code runs."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, _CPU_S)
     logging.disable()

@@ -152,7 +152,7 @@ class RunFiles:
             file.write(orjson.dumps(row) + b"\n")
 
     def record(self, name: str, value: Any) -> None:
-        """Sets one result."""
+        """Sets one result of the run."""
         self.results[name] = value
         write_atomically(self._results, json.dumps(self.results, indent=2).encode())
 

@@ -85,7 +85,7 @@ class TrainerStatus:
         self._set(pb.TRAINER_STATE_WAITING, what)
 
     def training(self) -> None:
-        """Computes."""
+        """Reports that the trainer computes."""
         self._set(pb.TRAINER_STATE_TRAINING, "")
 
     def saving(self, what: str) -> None:

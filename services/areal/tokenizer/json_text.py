@@ -115,7 +115,7 @@ def json_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _any_integers(raw: bytes, levels: int) -> Any:
-    """As `orjson.loads` would read it, with the integers as they are."""
+    """Reads JSON like `orjson.loads`, but keeps integers of any size."""
 
     def refused(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
@@ -177,7 +177,7 @@ def _text(value: str) -> str:
 
 
 def _number(value: float) -> str:
-    """As ECMAScript writes it (Number::toString)."""
+    """Writes a number as ECMAScript does (Number::toString)."""
     if isinstance(value, int) and abs(value) <= _EXACT:
         return str(value)
     try:

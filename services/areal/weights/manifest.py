@@ -334,7 +334,7 @@ def assemble_manifest(
 
 
 def _second_names(folder: Path, tensors: Sequence[WeightTensor]) -> set[str]:
-    """Output heads that are the embedding: some directories list a tied tensor under both names.
+    """Returns the names of output heads that are the embedding: some directories list both names.
 
     Hugging Face's default differs by family, and older configs leave it out: then a head is tied if
     it has the digest of another tensor.

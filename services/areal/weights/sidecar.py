@@ -41,7 +41,7 @@ class Sidecar:
         self._log = get_logger(__name__)
 
     def app(self) -> web.Application:
-        """Its routes."""
+        """Returns the application with the sidecar's routes."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -63,7 +63,7 @@ class Sidecar:
         return None
 
     async def _give(self, request: web.Request) -> web.StreamResponse:
-        """As the weight store does; a version is deleted when two newer ones are here."""
+        """Serves a version's files like the weight store, until two newer versions are here."""
         if refused := self._refused(request):
             return refused
         name, file = request.match_info["name"], request.match_info["file"]

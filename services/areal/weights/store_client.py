@@ -102,7 +102,7 @@ class StoreConnection:
             raise InvalidInput(f"weight store {self.url}: {name}: {error!r}") from None
 
     def begin(self, name: str, manifest: str) -> None:
-        """Announces an upload."""
+        """Announces an upload to the store."""
         self._body(self._send("POST", f"/versions/{name}", manifest.encode()), _MAX_ERROR_BYTES)
 
     def put(

@@ -172,14 +172,14 @@ class TemplateRenderer:
         return Reply(text, read_calls(text))
 
     def _refuse_longer(self, messages: Sequence[Message], begun: str) -> None:
-        """Before the template and the tokenizer work on messages that cannot fit."""
+        """Refuses messages that cannot fit before the template and the tokenizer work on them."""
         if (most := self._tokenizer.longest) is not None:
             self._tokenizer.refuse_longer([*texts_shown(messages), begun], most)
 
     def _after_answer(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, begun: str
     ) -> tuple[str, str]:
-        """(How the template ends an answer when nothing follows, all text up to the next answer).
+        """Returns how the template ends an answer, and all text up to the next answer.
 
         A tool's result follows an answer with a call in it, where the template can show that.
         """

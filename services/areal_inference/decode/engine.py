@@ -182,7 +182,7 @@ class Engine:
         self._release_all(self.scheduler, self._failure)
 
     def _release_all(self, scheduler: Scheduler, reason: str) -> None:
-        """The thread ends: answer everybody who waits for it."""
+        """Ends the thread: answers all callers that wait for it."""
         with self._condition:
             inbox, self._inbox = self._inbox, []
         for item in [*inbox, *self._exclusive]:

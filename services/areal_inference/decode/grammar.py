@@ -29,11 +29,11 @@ class Grammar:
     """What one sequence may continue with. Made on the event loop, used by the engine's thread."""
 
     def __init__(self, matcher: Any, vocab_size: int, stop_ids: Sequence[int]) -> None:
-        """`stop_ids`: the model's, which end an answer that is complete."""
+        """`stop_ids` are the model's; they end a complete answer."""
         self._matcher, self._vocab_size, self._stop_ids = matcher, vocab_size, list(stop_ids)
 
     def copy(self) -> Grammar:
-        """One for another sequence, at the same place."""
+        """Returns a copy for another sequence, at the same place."""
         return Grammar(self._matcher.deep_copy(), self._vocab_size, self._stop_ids)
 
     def allowed(self) -> NDArray[np.bool_]:

@@ -104,7 +104,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens known: prompt and output. The last one is not in the KV cache yet."""
+        """Returns the number of known tokens; the last one is not in the KV cache yet."""
         return len(self.input_ids) + len(self.output_ids)
 
     def prompt_key(self) -> tuple[str | None, str, bytes]:

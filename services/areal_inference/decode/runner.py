@@ -28,7 +28,7 @@ class Cache(Protocol):
         """Positions of a row."""
 
     def reserve(self, rows: int, length: int, budget: int) -> None:
-        """Make room."""
+        """Makes room for rows of a length."""
 
     def share(self, source: int, targets: list[int], length: int) -> None:
         """Copy the head of one row to others."""
@@ -37,10 +37,10 @@ class Cache(Protocol):
         """Copy rows to other rows."""
 
     def clear(self, row: int) -> None:
-        """Wipe a row."""
+        """Overwrites a row with zeros."""
 
     def reset(self) -> None:
-        """Release the memory."""
+        """Releases the cache's memory."""
 
 
 class Decoder(Protocol):
@@ -154,7 +154,7 @@ class ModelRunner:
                     self._read_prompt(request, row)
 
     def _read_prompt(self, request: Request, hidden: torch.Tensor | None) -> None:
-        """Raw logprobs of the prompt's tokens after logprob_start, a slice of logits at a time."""
+        """Computes logprobs of the prompt after logprob_start, a slice of logits at a time."""
         targets = torch.tensor(request.input_ids[request.logprob_start + 1 :], dtype=torch.int64)
         found: list[float] = []
         top: list[list[tuple[float, int]]] = []

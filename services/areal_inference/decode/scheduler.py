@@ -143,7 +143,7 @@ class Scheduler:
         return len(hit)
 
     def take_news(self) -> list[Request]:
-        """Requests that finished, or got a token while streaming, since the last call."""
+        """Returns requests that finished, or got a token while streaming, since the last call."""
         news, self._news = self._news, []
         return news
 

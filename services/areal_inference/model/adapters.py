@@ -47,7 +47,7 @@ Pairs = Mapping[str, Pair]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Adapter:
-    """One that was loaded."""
+    """An adapter that has been loaded."""
 
     name: str
     path: str
@@ -109,7 +109,7 @@ def _read_folder(folder: Path, dtype: torch.dtype, most: int) -> Pairs:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the safetensors file; compared with the manifest if there is one."""
+    """Reads all tensors of the safetensors file; checks them if there is a manifest."""
     file = folder / ADAPTER_FILE
     layout = read_layout(file)
     known = {}

@@ -252,7 +252,7 @@ def refuse_quantized(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def _rope(folder: Path, raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
-    """Both spellings: ``rope_parameters`` (transformers 5), ``rope_theta`` + ``rope_scaling``."""
+    """Reads ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
     values = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = values.get("rope_type") or values.get("type") or "default"

@@ -34,7 +34,7 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        """Rows allocated."""
+        """Number of rows that are allocated."""
         return self.tensor.shape[2]
 
     @property
@@ -70,7 +70,7 @@ class KVCache:
         self.by_position = [layer.permute(1, 3, 0, 2, 4) for layer in self.tensor]
 
     def clear(self, row: int) -> None:
-        """Zero a row whose content may not be finite."""
+        """Overwrites a row with zeros, because it may hold values that are not finite."""
         if row < self.rows:
             self.tensor[:, :, row].zero_()
 

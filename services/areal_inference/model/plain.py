@@ -383,7 +383,7 @@ class PlainModel:
         return ModelError(f"model path {config.folder}: {config.architecture}: {said}")
 
     def _decoded_apart(self, ids: Tensor, whole: Tensor, known: int, exact: bool) -> float:
-        """How far logits over a cache are from the others; rows change places at each step."""
+        """Returns how far logits over a cache are from the others; rows change places each step."""
         cache, order, worst = PlainCache(ids.shape[1]), [0, 1], 0.0
         for row in order:
             self.prefill(cache, [row], [ids[row, :known].tolist()])
@@ -405,7 +405,7 @@ def _apart(found: Tensor, wanted: Tensor, exact: bool) -> float:
 
 
 def _places(hf: Any) -> dict[str, list[tuple[dict[str, Any], str, Tensor]]]:
-    """Where each of the model's own tensors is: dictionaries of modules, keys, meta tensors."""
+    """Yields where each of the model's own tensors is: module dictionary, key, meta tensor."""
     found: dict[int, list[tuple[dict[str, Any], str, Tensor]]] = {}
     for module in hf.modules():
         for tensors in (module._parameters, module._buffers):

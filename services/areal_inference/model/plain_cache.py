@@ -38,7 +38,7 @@ class State:
 
 @dataclass(slots=True)
 class Row:
-    """One running request."""
+    """One running request of the cache."""
 
     ids: list[int] = field(default_factory=list)
     """Tokens computed so far."""
@@ -78,11 +78,11 @@ class PlainCache:
         self.rows.update(zip(targets, moved, strict=True))
 
     def clear(self, row: int) -> None:
-        """Forget a row."""
+        """Forgets one row of the cache."""
         self.rows.pop(row, None)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forgets all rows and states."""
         self.rows.clear()
 
 
@@ -108,7 +108,7 @@ def gathered(rows: Sequence[Row]) -> State:
 
 
 def _picked(parts: list[tuple[Any, int, Tensor]]) -> Any:
-    """One copy of the same part of several caches, with some of the sequences of each.
+    """Copies the same part of several caches, with some of the sequences of each.
 
     Args:
         parts: (cache or part of it, its sequences, which of them).

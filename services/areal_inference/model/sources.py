@@ -118,7 +118,7 @@ class FolderSource:
         return one_by_one(self, names)
 
     def close(self) -> None:
-        """Unmaps."""
+        """Unmaps the files from memory."""
         # While a tensor still looks into a file it stays mapped.
         with suppress(BufferError):
             self._files.close()
@@ -179,7 +179,7 @@ class StoreSource:
         return [found[piece] for piece in sorted(found, key=lambda p: p[1] - p[2])]
 
     def close(self) -> None:
-        """Closes every connection."""
+        """Closes every connection to the giver."""
         for connection in self._open:
             connection.close()
 
@@ -287,7 +287,7 @@ def open_changes(
 
 
 def one_by_one(source: Source, names: Iterable[str]) -> list[list[str]]:
-    """`Source.together` for sources where reading neighbors at once gains nothing."""
+    """Implements `Source.together` for sources where reading neighbors at once gains nothing."""
     places = {name: source.tensors[name].place for name in names}
     return [[n] for n in sorted(places, key=lambda n: places[n].begin - places[n].end)]
 

@@ -336,7 +336,7 @@ def _checkpoint(config: ServedModel) -> CheckpointModel:
 
 
 def _repeated(config: ServedModel) -> Mapping[str, str]:
-    """Second names of tied tensors, which a checkpoint may have, and the first names."""
+    """Returns second names of tied tensors, which a checkpoint may have, and the first names."""
     if isinstance(config, ModelConfig):
         return {_HEAD: _EMBED} if config.tie_word_embeddings else {}
     return _checkpoint(config).repeated
@@ -380,7 +380,7 @@ def model_shapes(config: ServedModel) -> dict[str, tuple[int, ...]]:
 def _check(
     location: str, source: Source, expected: dict[str, tuple[int, ...]], config: ServedModel
 ) -> None:
-    """Everything that can be known from the headers, before any tensor is read."""
+    """Checks everything that the headers show, before any tensor is read."""
     for name, shape in expected.items():
         if name not in source.tensors:
             raise WeightError(f"{location}: tensor {name} is missing, expected shape {list(shape)}")
@@ -425,7 +425,7 @@ def _check_repeated(
 def _allocate(
     config: ModelConfig, dtype: torch.dtype, storage: Storage, expected: dict[str, tuple[int, ...]]
 ) -> Weights:
-    """Empty weights, and the view of each checkpoint tensor in them."""
+    """Allocates empty weights; also returns the view of each checkpoint tensor in them."""
     hidden, inner = config.hidden_size, config.intermediate_size
     wide = config.num_heads * config.head_dim
     narrow = config.num_kv_heads * config.head_dim

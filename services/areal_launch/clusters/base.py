@@ -212,7 +212,7 @@ class Cluster:
     """Lends nodes for the time of one stack: this machine; the others derive from it."""
 
     def __init__(self, servers_part: float = 0.0) -> None:
-        """`servers_part`: see `Placement`."""
+        """`servers_part` is that of `Placement`."""
         self._servers_part = servers_part
 
     async def open(self, config: BaseExperimentConfig) -> Placement:
@@ -225,7 +225,7 @@ class Cluster:
         return replace(assign(config, nodes, loopback()), servers_part=self._servers_part)
 
     async def spawn(self, spec: ProcessSpec, stack_id: str) -> Life:
-        """Starts one life of a process on the spec's nodes; raises OSError when that fails."""
+        """Starts a process on the spec's nodes; raises OSError when that fails."""
         return await Child.start(spec, stack_id)
 
     def describe(self) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class Release:
     """One release: installed, looked at, removed."""
 
     def __init__(self, config: BaseExperimentConfig, folder: Path) -> None:
-        """`folder`: for the files that are passed to helm."""
+        """`folder` is for the files that are passed to helm."""
         self.config = config
         self._settings = config.stack.kubernetes
         self._folder = folder
@@ -262,7 +262,7 @@ class Release:
         return self._outcome("prepare", ("Job",)) or Outcome("finished")
 
     def _outcome(self, component: str, kinds: tuple[str, ...]) -> Outcome | None:
-        """None: the release has no such job."""
+        """Returns how the job ended; None: the release has no such job."""
         jobs = [j for j in self.manifest if j["kind"] in kinds and component_of(j) == component]
         if not jobs:
             return None
@@ -310,7 +310,7 @@ class Release:
 
 
 def _secret_keys(content: Any) -> list[tuple[str, str]]:
-    """(Secret, key) of every secretKeyRef in some objects."""
+    """Returns (Secret, key) of every secretKeyRef in some objects."""
     if isinstance(content, list):
         return [found for each in content for found in _secret_keys(each)]
     if not isinstance(content, dict):
@@ -321,7 +321,7 @@ def _secret_keys(content: Any) -> list[tuple[str, str]]:
 
 
 def _release_name(config: BaseExperimentConfig) -> str:
-    """At most 53 characters, which is what helm takes; long names keep both ends and a hash."""
+    """Returns a name of at most 53 characters, as helm requires; long ones end in a hash."""
     name = f"{config.experiment_name}-{config.trial_name}"
     if len(name) <= 53:
         return name

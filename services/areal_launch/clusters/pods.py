@@ -48,18 +48,18 @@ class Problem:
 
     @property
     def fix(self) -> str:
-        """How to fix it; "" if the cluster may recover by itself."""
+        """Returns how to fix it; "" if the cluster may recover by itself."""
         return _FIXES.get(self.reason, "")
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Equal as long as it is the same problem: messages contain changing pauses and nodes."""
+        """Identifies the problem: messages contain changing pauses and nodes."""
         said = () if self.container else (self.message,)
         return (self.component, self.container, self.image, self.reason, *said)
 
     @property
     def topic(self) -> tuple[str, ...]:
-        """What to tell a person only once: an image that cannot be pulled, for any pod."""
+        """Identifies what is told only once: an image that cannot be pulled, for any pod."""
         return (self.image, self.fix) if self.fix == _PULL else self.key
 
     def __str__(self) -> str:

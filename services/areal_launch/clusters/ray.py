@@ -321,7 +321,7 @@ class RayLife:
         self._release()
 
     def _environment(self) -> dict[str, str]:
-        """What a child gets beside the node's own environment."""
+        """Returns the environment that a child gets in addition to the node's own."""
         whole = child_environment(self._stack_id, self._spec.name, {})
         keys = ("PYTHONPATH", *CHILD_ENVIRONMENT, STACK_VARIABLE, PROCESS_VARIABLE)
         own = {key: whole[key] for key in (*keys, "no_proxy", "NO_PROXY") if key in whole}

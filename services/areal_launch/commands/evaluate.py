@@ -37,7 +37,7 @@ class Evaluation:
 
     @property
     def model(self) -> Path:
-        """Where a checkpoint is exported to, until the evaluation has ended."""
+        """Folder to which the checkpoint is exported until the evaluation has ended."""
         return self.folder.path / "model"
 
     def clean(self) -> None:
@@ -112,7 +112,7 @@ def evaluate_recipe(
 
 
 def _evaluation(experiment: BaseExperimentConfig, which: str) -> Evaluation:
-    """In a trial of its own: an earlier one's results are not this one's."""
+    """Returns the evaluation, in a trial of its own so that no earlier results are mixed in."""
     number = 1
     while True:
         suffix = f"-eval-{which}" + (f"-{number}" if number > 1 else "")

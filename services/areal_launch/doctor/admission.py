@@ -41,7 +41,7 @@ class Planned:
 
     @property
     def key(self) -> str:
-        """Of the component in the chart's values."""
+        """The component's key in the chart's values."""
         return _KEYS.get(self.component, self.component)
 
     def containers(self) -> Iterator[tuple[Json, str]]:

@@ -98,6 +98,6 @@ def _apart(config: GRPOConfig, count: int) -> Iterator[str]:
 
 
 def _most_ranks(config: BaseExperimentConfig, count: int) -> int:
-    """Not more ranks than a batch has groups."""
+    """Returns at most as many ranks as a batch has groups."""
     groups = config.train_dataset.batch_size if isinstance(config, GRPOConfig) else count
     return min(count, groups)

@@ -105,7 +105,7 @@ def _ways_out(config: GRPOConfig, shape: ModelShape) -> str:
 
 
 def _halves(wanted: Sharing, free: int) -> Split:
-    """Without an estimate: enough for the small models that recipes create."""
+    """Splits the memory without an estimate: enough for the small models that recipes create."""
     sharing = Sharing.SHARED if wanted is Sharing.FITTING else wanted
     whose = "trainer and servers share each GPU" if sharing is Sharing.SHARED else "they take turns"
     part = 0.4 if sharing is Sharing.SHARED else 0.8
@@ -119,7 +119,7 @@ def _halves(wanted: Sharing, free: int) -> Split:
 
 
 def _shared(config: GRPOConfig, shape: ModelShape, free: int) -> Split:
-    """`part` is 0 if they do not fit."""
+    """Splits the memory for `@shared`; `part` is 0 if both do not fit."""
     best: tuple[memory.Trainer, Room] | None = None
     fewest = fewest_requests(config)
     for trainer in memory.trainer_ranks(config, shape):
@@ -150,7 +150,7 @@ def _shared(config: GRPOConfig, shape: ModelShape, free: int) -> Split:
 
 
 def _alternating(config: GRPOConfig, shape: ModelShape, free: int) -> Split:
-    """`part` is 0 if they do not fit."""
+    """Splits the memory for `@alternating`; `part` is 0 if one does not fit."""
     trainer = next(
         (t for t in memory.trainer_ranks(config, shape) if trainer_fits(t, free - ASLEEP)), None
     )

@@ -31,7 +31,7 @@ class PortPicker:
     """
 
     def __init__(self, preferred: Mapping[str, int] | None = None) -> None:
-        """`preferred`: ports of an earlier run, by process name."""
+        """`preferred` has the ports of an earlier run, by process name."""
         self._preferred = preferred or {}
         self._given: set[int] = set(self._preferred.values())
         self._promises: list[int] = []

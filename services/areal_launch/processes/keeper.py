@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
 
 
 def _tell(line: str) -> None:
-    """To the launcher, which may have died meanwhile."""
+    """Tells the launcher, which may have died meanwhile."""
     with suppress(BrokenPipeError):
         os.write(1, f"{line}\n".encode())
     nothing = os.open(os.devnull, os.O_WRONLY)

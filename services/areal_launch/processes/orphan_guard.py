@@ -32,10 +32,10 @@ _GRACE_S = 8.0
 
 
 class Guard:
-    """A guard process whose stdin is held open for as long as this process lives."""
+    """A guard process whose stdin is held open for as long as this process runs."""
 
     def __init__(self, stack_file: Path, stack_id: str, lock: int | None, report: Report) -> None:
-        """`lock`: the run's lock, if held; the guard keeps it until it has cleaned up."""
+        """`lock` is the run's lock, if held; the guard keeps it until it has cleaned up."""
         self._stack_file = stack_file
         self._stack_id = stack_id
         self._lock = lock

@@ -1,4 +1,4 @@
-"""One child process under its keeper: what to start, and one life of it."""
+"""One child process under its keeper: what to start, and one run of it."""
 
 from __future__ import annotations
 

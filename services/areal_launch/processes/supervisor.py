@@ -70,7 +70,7 @@ def free_bytes(folder: Path) -> int:
 
 
 class ProcessState(StrEnum):
-    """Where a supervised process is in its life."""
+    """The states of a supervised process."""
 
     STARTING = "starting"
     UP = "up"
@@ -118,7 +118,7 @@ class StackFailure(ArealError):
 
 
 class Supervised:
-    """One process and all its lives."""
+    """One process and all its restarts."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class Supervised:
         return True
 
     async def _live_once(self) -> str | None:
-        """One life; returns why it ended, None when there is nothing to recover from."""
+        """Runs the process once; returns why it ended, None if there is nothing to recover from."""
         self._up.clear()
         self._set(ProcessState.STARTING)
         self._life_begins = LogPlace.end(self.spec.log)
@@ -334,7 +334,7 @@ class Supervised:
                 )
 
     def _judge(self, code: int) -> str | None:
-        """What an exit code means; None when it is final."""
+        """Returns what an exit code means; None if it is final."""
         if self._stopping.is_set():
             return None
         if self.spec.job and code == 0:
@@ -354,7 +354,7 @@ class Supervised:
         return cause
 
     def _next_delay(self) -> float | None:
-        """Seconds to the next start; None: too many already."""
+        """Returns the seconds to the next start; None: there were too many starts already."""
         while self._recent and self._up_s - self._recent[0] > WINDOW_S:
             self._recent.popleft()
         if len(self._recent) >= self._policy.max_restarts:

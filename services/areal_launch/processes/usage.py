@@ -19,7 +19,7 @@ class UsageSampler:
     """
 
     def __init__(self, pids: Callable[[], Mapping[str, int]], interval_s: float = 3.0) -> None:
-        """`pids`: the current pid of each process, by name."""
+        """`pids` returns the current pid of each process, by name."""
         self.peak_mb: dict[str, float] = {}
         """Peak memory by process name; "total" is the largest sum at one moment, the launcher
         included."""

@@ -239,7 +239,7 @@ class LocalStack:
         return self.supervisor.processes
 
     def pids(self) -> dict[str, int]:
-        """Process name to pid, of those that run now."""
+        """Returns the pids of running processes, by name."""
         return {n: p.pid for n, p in self.supervisor.processes.items() if p.pid}
 
     def leaders(self) -> dict[int, float]:

@@ -142,7 +142,7 @@ def _plan_servers(plan: StackPlan, planner: _Planner) -> None:
 
 
 def _plan_services(plan: StackPlan, planner: _Planner, security: Security) -> None:
-    """Everything but the trainer."""
+    """Plans every process except the trainer."""
     config, endpoints = plan.config, plan.config.endpoints
     folder, picker, placement = planner.folder, planner.picker, planner.placement
     if not endpoints.redis:
@@ -183,14 +183,14 @@ class _Planner:
     placement: Placement
 
     def weight_store(self) -> str:
-        """Where the weight-sync that we start keeps its store; "" when it is another stack's."""
+        """Returns where our weight-sync keeps its store; "" when it is another stack's."""
         if self.config.endpoints.weight_sync:
             return ""
         port = self.picker.pick("weight-sync.store")
         return f"http://{join_address(self.placement.control, port)}"
 
     def service(self, name: str, module: str, port: int = 0) -> ProcessSpec:
-        """`port`: 0 for a free one."""
+        """Plans one service; `port` 0 means a free one."""
         spec = self._ours(name, (module,), self.placement.control, port or self.picker.pick(name))
         return replace(spec, argv=(*spec.argv, "--grace", "8"))
 
@@ -266,7 +266,7 @@ class _Planner:
         )
 
     def _dtype(self, *, own_engine: bool) -> str:
-        """For `--dtype`. The CPU engine decides when it loads the model, which may come later."""
+        """Returns the value of `--dtype`; the CPU engine decides only when it loads the model."""
         model, gpu = self.config.model, self.config.stack.gpus_per_node > 0
         return model.dtype if own_engine else serving_dtype(model.dtype, Path(model.path), gpu=gpu)
 

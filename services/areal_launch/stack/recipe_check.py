@@ -83,7 +83,7 @@ async def check_recipe(config: BaseExperimentConfig, *, model_later: str) -> lis
 
 
 def _findings(folder: Path, recipe: str, code: int) -> list[Finding]:
-    """What the process wrote, and what its end says."""
+    """Returns the findings that the process wrote, and what its exit code says."""
     file = folder / "findings.jsonl"
     lines: list[dict[str, Any]] = (
         [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []

@@ -36,7 +36,7 @@ class ReturnedEpisodes:
         self._not_before = 0.0
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Watches for returned episodes until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)  # nothing announces a line of a log
             self.look(time.monotonic())

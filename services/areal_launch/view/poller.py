@@ -73,7 +73,7 @@ class Snapshot:
 
     @property
     def findings(self) -> list[Finding]:
-        """What the rows say against learning."""
+        """Returns signs in the rows that the run cannot learn."""
         return of_rows(self.rows)
 
     @property
@@ -83,7 +83,7 @@ class Snapshot:
 
     @property
     def retried(self) -> int:
-        """Tasks that this run's trainer took up again."""
+        """Returns the number of tasks that this run's trainer queued again."""
         return self.ledger.retried if self.ledger and self._is_of_this_run(self.ledger) else 0
 
     @property
@@ -259,7 +259,7 @@ class StackPoller:
         self.snapshot.generating = await ask_speed(urls, self._security.headers())
 
     def _notice_servers(self, now: float) -> None:
-        """One line when a server is quarantined; a server that flaps is told once in a minute."""
+        """Reports a server that is quarantined in one line; one that flaps once a minute."""
         for server in self.snapshot.servers:
             told, not_before = self._quarantined.get(server.server_id, (False, now))
             if server.state is not ServerState.QUARANTINED:

@@ -66,7 +66,7 @@ def check(config_file: Path, report: Report, *, model_later: str) -> None:
 
 
 def _single_samples(config: GRPOConfig, workflow: object) -> str:
-    """Why the workflow's groups teach nothing for certain; other classes form their own groups."""
+    """Returns why the groups cannot teach anything; other classes form their own groups."""
     if type(workflow) is not RLVRWorkflow or not computes_advantages(config):
         return ""
     return single_samples(config, workflow.gconfig.n_samples)

@@ -82,7 +82,7 @@ class FakePolicy:
         response.stop_reason = reason
 
     async def wait_ready(self, timeout: float) -> bool:
-        """Always."""
+        """Returns at once: the fake is always ready."""
         return True
 
     async def interrupt(self, timeout: float) -> None:

@@ -36,7 +36,7 @@ LIVE_TOKENS = 8, 128
 
 
 def stream_interval(tokens: int, live: bool = False) -> int:
-    """Tokens from one event to the next; 0: do not stream."""
+    """Returns the tokens from one event to the next; 0: do not stream."""
     if live:
         return min(max(LIVE_TOKENS[0], tokens // EVENTS), LIVE_TOKENS[1])
     return 0 if tokens < STREAM_FROM else max(STREAM_FROM // 8, tokens // EVENTS)

@@ -217,7 +217,7 @@ class SGLangClient:
         avoid: Collection[str],
         deadline: float,
     ) -> None:
-        """Server after server, until the last token of the last answer."""
+        """Tries one server after another, until the last token of the last answer."""
         began = time.monotonic()
         prompt = len(request.input_ids)
         most = min(request.gconfig.max_new_tokens, self.limits.room(prompt))
@@ -316,7 +316,7 @@ class SGLangClient:
         deadline: float,
         on_tokens: OnTokens | None,
     ) -> bool:
-        """One /generate call; appends its tokens and returns whether every answer has ended."""
+        """Makes one /generate call, appends its tokens, returns whether every answer has ended."""
         # The number first: SGLang aborts by prefix, so no id may begin another.
         tail = f"{self._name}-{request.rid or 'areal'}"
         rids = [f"{next(self._numbers)}-{tail}" for _ in responses]
@@ -392,7 +392,7 @@ class SGLangClient:
         deadline: float,
         began: float,
     ) -> BaseException:
-        """What went wrong, in our words; a server that is to blame is reported."""
+        """Returns what went wrong, in our words; reports a server that is to blame."""
         if isinstance(error, TimeoutError) and not scope.expired():  # aiohttp's own
             error = ServerError("no connection within 5 s")
         elif isinstance(error, TimeoutError):
@@ -456,7 +456,7 @@ class SGLangClient:
 
 
 def _unfinished(responses: Sequence[LLMResponse], most: int) -> list[LLMResponse]:
-    """Those that may still get tokens; `most` is the number that ends one."""
+    """Returns answers that may still get tokens; one with `most` tokens has ended."""
     pending = []
     for response in responses:
         if response.stop_reason is not StopReason.ABORT:

@@ -39,7 +39,7 @@ class Routing:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of the request's body."""
+        """Returns the fields of the request's body."""
         return {"return_routed_experts": True, "routed_experts_start_len": self.start}
 
     def add(self, response: LLMResponse, answer: Any) -> None:
@@ -51,7 +51,7 @@ class RouteReader:
     """Asks for routes, and adds those of answers to responses; never raises."""
 
     def __init__(self, shape: RouteShape) -> None:
-        """`shape`: that of the model that servers have."""
+        """`shape` is that of the model on the servers."""
         self._shape = shape
         self._log = get_logger(__name__)
         self._said: set[str] = set()

@@ -60,7 +60,7 @@ class E2BApp:
         self._log = get_logger(__name__)
 
     async def listen(self, host: str, port: int) -> None:
-        """Listens; raises OSError."""
+        """Starts to listen; raises OSError."""
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BYTES + (1 << 20))
         one = "/sandboxes/{id}"
         routes = [web.get("/health", self._health), web.delete(one, self._kill)]
@@ -86,7 +86,7 @@ class E2BApp:
         await HttpSite(self._runner, host, port).start()
 
     async def close(self) -> None:
-        """Stops listening."""
+        """Stops listening and ends open requests."""
         if self._runner is not None:
             await self._runner.cleanup()
 

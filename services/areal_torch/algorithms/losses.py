@@ -216,7 +216,7 @@ def _clipped(
     eps_clip_higher: float | None,
     c_clip: float | None,
 ) -> TokenLosses:
-    """`ppo_actor_loss` of a log ratio without gradient that is `x` plus a constant."""
+    """Computes `ppo_actor_loss` for a log ratio without gradient that is `x` plus a constant."""
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
     with torch.no_grad():
         beyond = log_ratio.abs() > MAX_LOG_RATIO
@@ -294,7 +294,7 @@ def sapo_loss(
 def _ratios(
     policy_logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Clamped log ratios, ratios, and their statistics."""
+    """Returns clamped log ratios, ratios, and their statistics."""
     log_ratio = masked_difference(policy_logprobs, proximal_logprobs, loss_mask)
     ratio = log_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     stats = {"ppo_ratio": ratio, "approx_kl": torch.expm1(log_ratio).sub_(log_ratio)}

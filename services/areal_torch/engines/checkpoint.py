@@ -120,7 +120,7 @@ def holds_scalar_model(directory: Path) -> bool:
 
 
 def _saved(directory: Path) -> dict[str, Any]:
-    """What a checkpoint knows of its tensors, by name."""
+    """Returns what a checkpoint knows of its tensors, by name."""
     for name in (STATE_FILE, METADATA_FILE):
         if not (directory / name).is_file():
             raise InvalidInput(

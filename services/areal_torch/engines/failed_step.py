@@ -178,7 +178,7 @@ def settings_of(
 
 
 def describe_loss(actor: PPOActor, loss: Callable[..., Any] | None = None) -> dict[str, Any] | None:
-    """How a replay finds a recipe's own loss; None: it is the built-in one of the settings.
+    """Returns how a replay finds a recipe's own loss; None: it is a built-in one.
 
     Args:
         actor: has one, if `loss` is None.

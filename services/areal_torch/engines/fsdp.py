@@ -274,7 +274,7 @@ class FSDPEngine(TrainEngine):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Context in which the model computes without its LoRA adapters."""
+        """Returns a context in which the model computes without its LoRA adapters."""
         with lora.switched_off(self.model.hf), self.model.routes.switched_off():
             yield
 
@@ -360,7 +360,7 @@ class FSDPEngine(TrainEngine):
         return tensors
 
     def _attached_tensors(self, name: str) -> dict[str, Tensor]:
-        """What another engine's checkpoint holds of this one: all but the random state."""
+        """Returns what another engine's checkpoint holds of this one: all but the random state."""
         self._reshard()
         own = checkpoint.tensors_of(self.model, self.step.optimizer, self.rank)
         return {f"{name}.{key}": t for key, t in own.items() if not key.startswith("random.")}

@@ -59,7 +59,7 @@ def pack_groups_with_images(groups: Sequence[TrajectoryGroup], model: str | Path
 
 
 def _processor(model: Path) -> tuple[Any, int, int]:
-    """(transformers' image processor, the token of an image, patches that make one token)."""
+    """Returns transformers' image processor, the token of an image, and patches per token."""
     from transformers import AutoImageProcessor
 
     config = read_config(model)

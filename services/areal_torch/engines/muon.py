@@ -89,7 +89,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _orthogonalized(update: Tensor, matrix: Tensor) -> Tensor:
-    """This rank's part of the orthogonal matrix of an update whose part is given."""
+    """Returns this rank's part of the orthogonal matrix of an update whose part is given."""
     if not isinstance(matrix, DTensor) or _holds_whole_matrices(matrix):
         return orthogonal(update)
     mesh, places = matrix.device_mesh, matrix.placements

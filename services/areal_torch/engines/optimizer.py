@@ -127,7 +127,7 @@ class RoundedAdamW(torch.optim.AdamW):
 
 
 def _pieces(parameters: list[Tensor], state: Any) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Flat parts of (parameter, gradient, moments, step) of this rank's shards, PIECE elements."""
+    """Yields flat parts of (parameter, gradient, moments, step) of this rank's shards."""
     piece, total = list[tuple[Tensor, ...]](), 0
     for parameter in parameters:
         assert parameter.grad is not None

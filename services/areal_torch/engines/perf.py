@@ -99,7 +99,7 @@ class Work:
 
 
 def _query_width(config: Any) -> int:
-    """Of all heads of an attention layer."""
+    """Returns the query width of all heads of an attention layer."""
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     dim = getattr(config, "head_dim", None)
     return heads * int(dim) if dim else int(config.hidden_size) // heads * heads
@@ -109,13 +109,13 @@ class Phases:
     """Adds up the time of named phases; on a GPU its own time, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Time what runs on `device`."""
+        """Measures what runs on `device`."""
         self._cuda = device.type == "cuda"
         self._spans: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the context."""
+        """Returns a context whose time is measured."""
         start = self._now()
         yield
         self._spans.append((name, start, self._now()))
@@ -143,7 +143,7 @@ class Phases:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Most memory in use so far: of the GPU's tensors, or of the whole process on a CPU."""
+    """Returns the peak memory so far: of the GPU's tensors, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # in KiB on Linux

@@ -287,7 +287,7 @@ class PPOActor:
         return config.selects_tokens or (several and config.prox_logp_method in _FORWARD)
 
     def _proximal(self, policy_logprobs: Tensor, batch: Batch) -> Tensor:
-        """What the ratio is clipped around."""
+        """Returns the logprobs around which the ratio is clipped."""
         config = self.config
         if config.prox_logp_method == "behavior":
             return batch["behavior_logprobs"]
@@ -357,7 +357,7 @@ class PPOActor:
         return loss, stats
 
     def _weight(self, proximal: Tensor, batch: Batch) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What a token counts for, for what has changed since it was sampled; None: 1."""
+        """Returns each token's weight for what has changed since it was sampled; None: 1."""
         config, mask = self.config, batch["loss_mask"]
         if not config.decoupled:
             return None, {}
@@ -421,7 +421,7 @@ class PPOActor:
 
 
 def _equal_groups(rewards: Tensor, group_index: Tensor, *, of_one: bool) -> tuple[float, float]:
-    """How many groups there are, and in how many of them all rewards are equal.
+    """Returns the number of groups, and in how many of them all rewards are equal.
 
     Groups of one sequence are counted only with `of_one`.
     """

@@ -47,7 +47,7 @@ class PPOCritic:
         return values
 
     def _values_after(self, batch: Batch, values: Tensor) -> Tensor:
-        """Values after the last tokens of the sequences that were cut off, [S]; 0 elsewhere."""
+        """Returns values after the last tokens of truncated sequences, [S]; 0 for the others."""
         bounds, found = batch["cu_seqlens"].long(), values.new_zeros(len(batch["truncated"]))
         cut = torch.nonzero(batch["truncated"] & (bounds.diff() > 1)).flatten()
         if not self.engine.reduce_stats({"cut": float(len(cut))})["cut"]:

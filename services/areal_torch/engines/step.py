@@ -68,7 +68,7 @@ _NORM, _BAD = "norm of the gradient", "logprobs that are not finite"
 
 @dataclass
 class _Gathered:
-    """What micro-batches have added up since the last optimizer step, of this rank."""
+    """Sums over the micro-batches of this rank since the last optimizer step."""
 
     started: float = field(default_factory=time.perf_counter)
     batch: Batch = field(default_factory=dict)
@@ -382,7 +382,7 @@ class TrainStep:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _read(self, mb: Batch, head: Head) -> tuple[Tensor, Tensor, Batch]:
-        """What a head reads of a micro-batch, full length, 0 where loss_mask is false.
+        """Returns a head's output for a micro-batch, full length, 0 where loss_mask is false.
 
         The layout is planned where the batch comes from, in host memory: the device never waits.
 

@@ -57,7 +57,7 @@ _WAYS = (Storage(torch.bfloat16, transposed=True), Storage(torch.bfloat16), FLOA
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for a bfloat16 model."""
+    """The layout chosen for a bfloat16 model, and the measurements behind it."""
 
     storage: Storage
     why: str

@@ -35,7 +35,7 @@ class _Pending:
 
 
 class BackgroundPublish:
-    """All methods but `waits` are collective."""
+    """Publishes in a thread; all methods but `waits` are collective."""
 
     def __init__(self, ranks: Ranks) -> None:
         """Starts without a version under way."""

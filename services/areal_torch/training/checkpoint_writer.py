@@ -58,7 +58,7 @@ class _Pending:
 
     @property
     def patience_s(self) -> float:
-        """How long a disk may take, by the checkpoint's size."""
+        """Returns how long a disk may take, by the checkpoint's size."""
         return CHECKPOINT_LEAST_S + self.size_bytes / _SLOWEST_BYTES_PER_S
 
     def result(self, timeout: float) -> None:
@@ -148,7 +148,7 @@ class CheckpointWriter:
             self._end_commit()
 
     def _end_commit(self) -> None:
-        """Every rank hears what came of the commit under way."""
+        """Tells every rank the result of the commit under way."""
         committing, self._committing = self._committing, None
         if committing is not None:
             self._ranks.on_rank0(committing.result)

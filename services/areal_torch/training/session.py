@@ -94,7 +94,7 @@ def current_session() -> TrainerSession:
 
 
 class TrainerSession(Ranks):
-    """One trainer's life between registration and its last commit."""
+    """A trainer's session, between registration and its last commit."""
 
     only_evaluates = False
     """Whether the recipe ends when it asks for a batch (`areal eval`)."""
@@ -174,7 +174,7 @@ class TrainerSession(Ranks):
 
     @cached_property
     def turn(self) -> GpuTurn:
-        """Whose turn it is on GPUs that trainer and servers share."""
+        """Returns whose turn it is on GPUs that trainer and servers share."""
         turns = parse_allocation(self.config.allocation_mode).sharing is Sharing.ALTERNATING
         lease = TurnLease(self.bridge, self.weight_sync, lambda: self.incarnation)
         return GpuTurn(self, lease if turns else None, self.config.setup_timeout_s)
@@ -210,7 +210,7 @@ class TrainerSession(Ranks):
         self._tracker = StepTracker(self.config, self.resumed.step if self.resumed else 0)
 
     def _newest_whole(self) -> Checkpoint | None:
-        """What to resume from; every rank reads a share of the files to be sure of them."""
+        """Returns the checkpoint to resume from; each rank checks a share of its files."""
         listed = self.on_rank0(self.folder.list, list[Checkpoint])
         for each in reversed(listed):
             if self.all_ranks(self.folder.intact(each.path, self.rank, self.world_size)):
@@ -479,7 +479,7 @@ class TrainerSession(Ranks):
         self.raise_if_stopped()
 
     def _discarded(self, step: int) -> Callable[[], Iterator[list[Discarded]]] | None:
-        """What a thread of rank 0 asks for what ended untrained before a step's batch."""
+        """Returns what ended untrained before a step's batch; called by a thread of rank 0."""
         return (lambda: self.ledger.discarded(step)) if self.rank == 0 else None
 
     def raise_if_stopped(self) -> None:

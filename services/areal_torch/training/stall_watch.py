@@ -67,7 +67,7 @@ class StallWatch:
             self._watching.start()
 
     def stop(self) -> None:
-        """Stops watching."""
+        """Stops the watch and its thread."""
         self._stopping.set()
         if self._watching is not None:
             self._watching.join(2 * LOOK_S)
@@ -106,7 +106,7 @@ _COUNTERS = ("stat", "status")
 
 
 def _ran(counters: bytes) -> tuple[bytes, ...]:
-    """How long a thread has run, and how often it was switched to another: from /proc."""
+    """Returns how long a thread has run, and how often it was switched, from /proc."""
     stat, _, status = counters.rpartition(b")")[2].partition(b"\n")
     times = stat.split()[11:13]
     return (*times, *(line for line in status.splitlines() if b"ctxt_switches" in line))

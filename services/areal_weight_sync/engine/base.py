@@ -42,7 +42,7 @@ class CannotPullError(EngineError):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Equal weights give equal digests on servers of one layout.
+    """Identifies weights: equal ones give equal digests on servers of one layout.
 
     Example:
         >>> Fingerprint(layout="tp1:290", digest="9f86d081…")
@@ -73,7 +73,7 @@ class Engine(Protocol):
         """Changes whenever the server's process is started again."""
 
     async def running(self) -> int:
-        """Requests running or waiting, asked of the scheduler itself."""
+        """Returns the number of requests running or waiting, as the scheduler itself reports."""
 
     async def stage(self, version: PolicyVersion, *, timeout: float) -> Fingerprint | None:
         """Has a version's files read ahead, while requests run; of the weights read.

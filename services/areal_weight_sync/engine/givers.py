@@ -37,7 +37,7 @@ class Turn:
 
 @dataclass
 class _Copies:
-    """Of one version."""
+    """The copies of one version."""
 
     free: list[str] = field(default_factory=list)
     """Servers that have the version and are not giving it to another."""
@@ -47,14 +47,14 @@ class _Copies:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def next(self) -> str:
-        """Who gives next; empty: the store, since no one has it and no one is about to."""
+        """Returns the next giver; empty: the store, because no server has or is getting it."""
         while not self.free and self.giving:
             await self.changed.wait()
         return self.free.pop(0) if self.free else ""
 
 
 class Givers:
-    """Of the newest versions, by name.
+    """The givers of the newest versions, by the versions' names.
 
     Example:
         >>> async with givers.turn("v00000012-inc3", timeout=60.0) as turn:

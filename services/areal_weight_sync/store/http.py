@@ -87,7 +87,7 @@ class StoreApp:
                 await asyncio.sleep(_LISTEN_AGAIN_S)
 
     async def start(self, host: str, port: int) -> None:
-        """Listens; raises OSError."""
+        """Starts to listen; raises OSError."""
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_MANIFEST_BYTES)
         app.add_routes(
             [
@@ -105,7 +105,7 @@ class StoreApp:
         await HttpSite(self._runner, host, port).start()
 
     async def close(self) -> None:
-        """Stops listening."""
+        """Stops listening and ends open requests."""
         if self._runner is not None:
             await self._runner.cleanup()
 

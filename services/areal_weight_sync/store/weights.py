@@ -41,7 +41,7 @@ _RESERVE_BYTES = 64 << 20
 
 
 class WeightStore:
-    """Below one folder. Every method blocks on the disk."""
+    """Stores versions below one folder. Every method blocks on the disk."""
 
     def __init__(self, root: Path, model: Path) -> None:
         """Keeps versions below `root`; tokenizer files come from `model`."""

@@ -50,7 +50,7 @@ class BufferConnection(Client):
 
 
 class Role:
-    """Base class of the roles."""
+    """Base class of the clients by role: submitter, worker, trainer and so on."""
 
     def __init__(self, connection: BufferConnection) -> None:
         self.connection = connection

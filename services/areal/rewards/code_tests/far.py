@@ -141,7 +141,7 @@ def _binary(do: str, *, swapped: bool) -> Callable[..., Any]:
 
 
 def _compare(do: str) -> Callable[..., Any]:
-    """What the other process says is believed only of two objects of a class that may say it."""
+    """Compares; the other process is believed only of two objects of a class that may say it."""
 
     def compare(self: Far, other: Any) -> Any:
         peer = self._far_peer

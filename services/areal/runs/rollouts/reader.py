@@ -124,7 +124,7 @@ class RolloutFolder:
         return self._read(self.files, steps, task_id)
 
     def discarded(self, steps: Sequence[int] | None = None, task_id: str = "") -> list[Kept]:
-        """Those that were not, in the order in which they ended; a task may have no tokens.
+        """Returns groups that were not trained on, in the order of their ends; some have no tokens.
 
         Args:
             steps: Only what ended before the batches of these steps were taken; None: all.
@@ -209,7 +209,7 @@ class RolloutFolder:
 
 
 def by_attempt(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
-    """Trajectories by group, of which a task that was tried again has several."""
+    """Returns trajectories by group; a task that was tried again has several groups."""
     groups: dict[str, list[Kept]] = {}
     for each in kept:
         name = each.trajectory_id if each.reward is None else each.trajectory_id.rpartition(".")[0]
@@ -218,7 +218,7 @@ def by_attempt(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
 
 
 def by_task(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
-    """Trajectories by task, in their order."""
+    """Returns trajectories by task, in their order."""
     groups: dict[str, list[Kept]] = {}
     for each in kept:
         groups.setdefault(each.task_id, []).append(each)

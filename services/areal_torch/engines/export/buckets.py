@@ -163,7 +163,7 @@ class Gathering:
         return _Whole(name, tuple(tensor.shape), dtype, pieces)
 
     def _packed(self, bucket: _Bucket) -> Tensor | None:
-        """This rank's pieces, cast, as bytes; None: it has none."""
+        """Returns this rank's pieces, cast, as bytes; None: it has none."""
         if not bucket.sizes.get(self._rank):
             return None
         buffer = torch.empty(
@@ -178,7 +178,7 @@ class Gathering:
         return buffer
 
     def _assembled(self, bucket: _Bucket, mine: Tensor | None) -> dict[str, Tensor]:
-        """Each tensor's name and the whole of it, of what all ranks have sent."""
+        """Yields each tensor's name and the whole tensor, from the pieces of all ranks."""
         device = _local(self._any(bucket)).device
         buffers = {
             rank: torch.empty(size, dtype=torch.uint8, device=device)
@@ -254,7 +254,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _box(tensor: Any) -> Box:
-    """What this rank holds of a tensor."""
+    """Returns the part of a tensor that this rank holds."""
     if not hasattr(tensor, "to_local"):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -221,7 +221,7 @@ class _Repeat:
                 self._exporter.gathered()
 
     def follow(self) -> None:
-        """On other ranks: send the pieces again if rank 0 asks for them."""
+        """Sends the pieces again, on ranks other than 0, if rank 0 asks for them."""
         if self._exporter.tell(None):
             with self._exporter.stream(self._ready):
                 for _ in self._work.buckets():

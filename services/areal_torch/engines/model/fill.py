@@ -34,7 +34,7 @@ _GATHERED = 1 << 20
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Within, the system gets tensors of 1 MiB and more back as soon as they are freed.
+    """Returns a context in which the system gets freed tensors of 1 MiB and more back at once.
 
     glibc keeps what is freed, up to blocks of 32 MiB once one was freed, so that a start, which
     gathers layers one by one, would leave hundreds of MB with each rank. Training is faster with
@@ -209,7 +209,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _modules(module: nn.Module, prefix: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """(name, module, the innermost transformers model around it, which knows how to draw it)."""
+    """Yields (name, module, the innermost transformers model around it, which can draw it)."""
     from transformers import PreTrainedModel
 
     owner = module if isinstance(module, PreTrainedModel) else owner

@@ -145,7 +145,7 @@ def drop_towers(hf: Any) -> frozenset[str]:
 
 
 def _of_towers(hf: Any) -> Iterator[tuple[nn.Module, str]]:
-    """(module, name) of each tensor that only images and sounds reach."""
+    """Yields (module, name) of each tensor that only images and sounds reach."""
     if hf.config.get_text_config() is hf.config or vision.sees(hf):
         return
     parts = filter(None, (decoder_of(hf), hf.get_output_embeddings()))

@@ -171,7 +171,7 @@ def wide_matrix(hf: Any) -> Tensor:
 
 
 def _parameters(hf: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the head, whole; FSDP's hooks have gathered what it shards."""
+    """Returns the head's whole weight and bias; FSDP's hooks have gathered what it shards."""
     head = hf.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise InvalidInput(
@@ -207,7 +207,7 @@ class _Transform:
 
     @property
     def factor(self) -> float:
-        """What a gradient of transformed logits is multiplied by, without a cap."""
+        """Returns the factor of a gradient of transformed logits, without a cap."""
         return self.scale / self.temperature
 
     def slope_(self, transformed: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ def _add_product(total: Tensor | None, change: Tensor, rows: Tensor, dtype: torc
 
 
 def _of_equal_ids(above: Tensor, ids: Tensor) -> Tensor:
-    """[N, k] -> [N, k]: each value, and those of other columns with the same id, added up."""
+    """Adds to each value, [N, k], those of other columns with the same id."""
     if ids.shape[1] == 1:
         return above
     equal = ids[:, :, None] == ids[:, None, :]

@@ -224,7 +224,7 @@ def known_conversions(hf: Any) -> dict[bool, list[Any]]:
 
 
 def _conversions(hf: Any, *, legacy: bool) -> list[Any]:
-    """New objects each time, because they note what they were used for."""
+    """Returns new objects each time, because they note what they were used for."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     known = getattr(hf, "_known_conversions", None)
@@ -252,7 +252,7 @@ def _state(hf: Any) -> dict[str, Tensor]:
 
 
 def _tied(hf: Any) -> dict[str, str]:
-    """Second names of tied tensors -> the name that `save_pretrained` keeps."""
+    """Maps second names of tied tensors to the name that `save_pretrained` keeps."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in _state(hf).items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -302,7 +302,7 @@ def _same(directory: TensorDirectory, one: Step, other: Step) -> bool:
 
 
 def _shapes_made(hf: Any, step: Step, given: Shapes) -> dict[str, tuple[int, ...]]:
-    """Of what a step makes; of nothing, if it cannot be run."""
+    """Returns the shapes that a step makes; empty if it cannot be run."""
     tensors = [torch.empty(given[name], device="meta") for name in step.names]
     try:
         return {name: tuple(tensor.shape) for name, tensor in step.run(hf, tensors)}
@@ -311,7 +311,7 @@ def _shapes_made(hf: Any, step: Step, given: Shapes) -> dict[str, tuple[int, ...
 
 
 def _heeded(hf: Any, missing: Iterable[str], unknown: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Both, without what transformers does not mind in this family."""
+    """Returns both, without the names that transformers ignores in this family."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
     info = LoadStateDictInfo(
@@ -327,7 +327,7 @@ def _heeded(hf: Any, missing: Iterable[str], unknown: Iterable[str]) -> tuple[se
 
 
 def _difference(hf: Any, found: Shapes, wrong: set[str], unknown: Sequence[str]) -> str:
-    """What is wrong with a directory, in the Hub's names; `wrong` are the model's own."""
+    """Describes what is wrong with a directory, in the Hub's names; `wrong` are the model's own."""
     live = {name: tuple(tensor.shape) for name, tensor in live_tensors(hf).items()}
     lacking, misshapen = list[str](), list[str]()
     for step in export_steps(hf):

@@ -133,7 +133,7 @@ def draw(hf: Any, seed: int) -> None:
 
 @contextmanager
 def switched_off(hf: Any) -> Iterator[None]:
-    """Context in which the model computes without its adapters."""
+    """Returns a context in which the model computes without its adapters."""
     modules = [module for _, module in _adapted(hf)]
     for module in modules:
         module.enable_adapters(False)
@@ -155,7 +155,7 @@ class Delta:
     scale: float
 
     def merged(self, rows: Tensor) -> Tensor:
-        """W + scale * B A of these rows [n, in], computed in float32 (float64)."""
+        """Returns W + scale * B A for these rows [n, in], computed in float32 (float64)."""
         wide = torch.promote_types(torch.promote_types(rows.dtype, self.up.dtype), torch.float32)
         product = torch.mm(self.up.to(wide), self.down.to(wide))
         return product.mul_(self.scale).add_(rows)
@@ -251,7 +251,7 @@ def write(hf: Any, folder: Path, base: str) -> None:
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(the model's own name, peft's module) of each layer with an adapter."""
+    """Yields (the model's own name, peft's module) of each layer with an adapter."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module

@@ -134,7 +134,7 @@ class RecurrentLayers:
 
     @contextmanager
     def told(self, layout: PackedLayout | None) -> Iterator[None]:
-        """Context in which the layers compute packed sequences; None: plain rows."""
+        """Returns a context in which the layers compute packed sequences; None: plain rows."""
         before, self._layout = self._layout, layout
         try:
             yield
@@ -215,7 +215,7 @@ def with_boundaries(
 def _take(
     layout: PackedLayout, index: Tensor, shape: tuple[int, int], args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Arguments with other tokens: of each tensor [1, U, ...] those of `index`, in `shape`."""
+    """Replaces the tokens of arguments: of each tensor [1, U, ...] those of `index`, in `shape`."""
     tokens, taken = len(layout.computed), 0
 
     def take(value: Any) -> Any:
@@ -232,7 +232,7 @@ def _take(
 
 
 def _joined(layout: PackedLayout, values: tuple[Any, ...]) -> Tensor | None:
-    """Of each bucket an output [rows, longest, ...] -> that of the computed tokens [1, U, ...].
+    """Joins outputs per bucket [rows, longest, ...] to that of the computed tokens [1, U, ...].
 
     None for any other output: a state has no meaning once its sequence is over.
     """

@@ -54,7 +54,7 @@ def routers_of(hf: Any, decoder: nn.Module) -> dict[int, nn.Module]:
 
 
 def _experts(module: nn.Module, hidden: int) -> int:
-    """How many experts a router chooses from; 0: it is no router."""
+    """Returns how many experts a router chooses from; 0: it is not a router."""
     matrices = [p for p in module.parameters() if p.ndim == 2 and p.shape[1] == hidden]
     return int(matrices[0].shape[0]) if len(matrices) == 1 else 0
 
@@ -132,7 +132,7 @@ class Routes:
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Context in which batches are computed with the routers' own choice."""
+        """Returns a context in which batches are computed with the routers' own choice."""
         before, self.off = self.off, True
         try:
             yield
@@ -153,7 +153,7 @@ class Routes:
 
     @contextmanager
     def recorded(self) -> Iterator[dict[int, Tensor]]:
-        """Context that yields what routers choose, [tokens, k] by layer."""
+        """Returns a context that yields what routers choose, [tokens, k] by layer."""
         chosen: dict[int, Tensor] = {}
         self._chosen = chosen
         try:

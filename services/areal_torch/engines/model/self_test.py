@@ -231,7 +231,7 @@ class _Probe:
 
 
 def _project(hidden: Tensor) -> Tensor:
-    """One number of about 1 from each hidden state."""
+    """Returns one number of about 1 from each hidden state."""
     wide = hidden if hidden.dtype == torch.float64 else hidden.float()
     signs = torch.arange(wide.shape[-1], device=wide.device).remainder(3).sub(1)
     return (wide * signs).sum(-1).div(wide.shape[-1] ** 0.5)

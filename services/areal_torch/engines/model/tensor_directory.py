@@ -58,7 +58,7 @@ class TensorDirectory:
                 self._places[place.name] = (file, place)
 
     def __enter__(self) -> Self:
-        """Files are opened when something is read from them."""
+        """Opens no file yet: each is opened when something is read from it."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,7 +107,7 @@ class TensorDirectory:
 
 
 def _runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """(first element, number of elements) of what lies together in a row-major tensor."""
+    """Yields (first element, number of elements) of contiguous parts of a row-major tensor."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     outer = len(shape)
     while outer and (box[outer - 1].stop - box[outer - 1].start) == shape[outer - 1]:

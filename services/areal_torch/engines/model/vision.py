@@ -116,7 +116,7 @@ def image_tokens(hf: Any, batch: Batch) -> Tensor:
 
 
 def _per_sequence(hf: Any, batch: Batch, is_image: Tensor) -> tuple[list[int], Tensor]:
-    """(image tokens of each sequence, the first feature of its group, int64 [S])."""
+    """Returns image tokens of each sequence, and the first feature of its group, int64 [S]."""
     size = batch["image_grid_thw"].prod(-1) // hf.config.vision_config.spatial_merge_size**2
     before = size.cumsum(0) - size
     cu_seqlens = batch["cu_seqlens"].long()

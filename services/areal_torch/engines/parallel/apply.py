@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 def resolve_precision(
     config: TrainEngineConfig | RefConfig, device: torch.device
 ) -> tuple[torch.dtype, torch.dtype]:
-    """(dtype to compute in, dtype of the master weights)."""
+    """Returns the dtype to compute in and the dtype of the master weights."""
     on_gpu = device.type == "cuda"
     name = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     compute = DTYPES[name]
@@ -111,7 +111,7 @@ def parallelize(
 
 
 def unsharded(hf: Any) -> dict[str, nn.Parameter]:
-    """What a model of 16 bits trains in float32 outside its decoder: no group of FSDP has it."""
+    """Returns 16-bit parameters trained in float32 outside the decoder, in no group of FSDP."""
     inside = set(guards.decoder_of(hf).parameters())
     exact = _float32_parameters(hf) - inside
     return {name: p for name, p in hf.named_parameters() if p in exact and p.requires_grad}

@@ -50,7 +50,7 @@ def local_device(*, gpu: bool = False) -> torch.device:
 
 
 def _why_no_gpu() -> str:
-    """In torch's words, in one line."""
+    """Returns torch's reason, in one line."""
     if torch.version.cuda is None and torch.version.hip is None:
         return "it is built for CPUs only"
     try:
@@ -197,7 +197,7 @@ def _with_copies(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def _device_mesh(
     device: str, sizes: tuple[int, ...], names: tuple[str, ...], timeout_s: float
 ) -> DeviceMesh:
-    """As `init_device_mesh`, whose groups would have torch's deadline of 10 or 30 minutes."""
+    """Replaces `init_device_mesh`, whose groups have torch's deadline of 10 or 30 minutes."""
     ranks = torch.arange(dist.get_world_size()).view(sizes)
     groups = [
         _group_of(ranks.movedim(number, -1).reshape(-1, size).tolist(), name, timeout_s)

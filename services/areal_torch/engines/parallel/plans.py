@@ -106,7 +106,7 @@ def _plan_of(hf: Any, name: str, letter: str) -> dict[str, str]:
 
 
 def _matching(hf: Any, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(full name of a module or parameter, style) of all of the decoder that a plan names."""
+    """Yields (full name, style) of every module or parameter of the decoder that a plan names."""
     from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
     decoder = decoder_of(hf)

@@ -95,7 +95,7 @@ def choose(hf: Any, wanted: str, device: torch.device, compute: torch.dtype) -> 
 
 
 def _failure(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -> str | None:
-    """What a kernel does wrong with a few tokens; None: nothing."""
+    """Returns what a kernel does wrong with a few tokens; None: nothing."""
     if device.type == "cpu":  # its only kernel is the one that the tests of this project run
         return None
     try:
@@ -133,7 +133,7 @@ def _anywhere(device: torch.device, known: bool, failed: bool) -> tuple[bool, bo
 
 
 def _why_not(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -> str | None:
-    """What keeps a kernel from computing a model, seen without trying; None: nothing."""
+    """Returns what keeps a kernel from computing a model, without trying it; None: nothing."""
     if kernel == PACKED:
         return None
     return _missing(kernel, device, compute) or _beyond(kernel, hf)

@@ -62,7 +62,7 @@ class PackedLayout:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Returns the number of tokens of the longest sequence."""
         return max(self.lengths, default=0)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> PackedLayout:

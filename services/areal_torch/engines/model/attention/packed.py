@@ -96,7 +96,7 @@ def _prepend_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tenso
 
 
 def _visible(queries: Tensor, keys: Tensor, window: int | None, *, sink: bool) -> Tensor:
-    """Which of the key positions each query position sees, bool [queries, keys]."""
+    """Returns which key positions each query position sees, bool [queries, keys]."""
     back = queries[:, None] - keys
     visible = back >= 0
     if window is not None:
@@ -140,7 +140,7 @@ def _capped_attention(
     window: int | None,
     softcap: float,
 ) -> Tensor:
-    """Capped scores, which SDPA has no kernel for: some rows of them at a time, twice."""
+    """Computes capped scores, for which SDPA has no kernel, a few rows at a time, twice."""
     places = torch.arange(q.shape[1], device=q.device)
     outputs = []
     for begin in range(0, q.shape[1], _ROWS):

@@ -137,7 +137,7 @@ def _move(x: Tensor, device: torch.device) -> Tensor:
 def _results(
     compute: Callable[[Tensor, Tensor, Tensor], Tensor], leaves: list[Tensor], weight: Tensor
 ) -> list[Tensor]:
-    """Output and gradients, in float64 on the host."""
+    """Returns output and gradients, in float64 on the host."""
     q, k, v = (leaf.requires_grad_() for leaf in leaves)
     out = compute(q, k, v)
     gradients = torch.autograd.grad((out * weight).sum(), (q, k, v))

@@ -108,7 +108,7 @@ def _exchange(x: Tensor, split: int, join: int, group: Any) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Its backward pass is the way back."""
+    """All-to-all exchange, whose backward pass is the reverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: int, join: int, group: Any) -> Tensor:
@@ -122,7 +122,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _SumOfParts(torch.autograd.Function):
-    """All ranks compute the same loss of the sum: each part's gradient is there already."""
+    """Sum over ranks, all of which compute the same loss of it: each has its gradient already."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, part: Tensor, group: Any) -> Tensor:

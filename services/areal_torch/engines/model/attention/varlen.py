@@ -183,7 +183,7 @@ def _call_cudnn(
 
 
 def _one_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """[tokens, heads, width] of one sequence."""
+    """Returns the slice [tokens, heads, width] of one sequence."""
     tokens = len(query)
     # No token sees those that are added, which come after it.
     added = (0, 0, 0, 0, 0, -tokens % _CUDNN_STEP)
