@@ -57,7 +57,7 @@ class Use:
 
 
 def uses(folders: Iterable[Path]) -> list[Use]:
-    """Return every use of torch and transformers in the Python files of folders."""
+    """Returns every use of torch and transformers in the Python files of folders."""
     found: list[Use] = []
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):

@@ -302,14 +302,14 @@ def settings(section: str, values: dict[str, Any]) -> list[str]:
 
 
 def row(check: Check) -> str:
-    """Return its line in the table."""
+    """Returns its line in the table."""
     tests = ", ".join(f"`{each}`" for each in check.tests)
     cells = (check.what, check.against, check.differs, tests)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def page() -> str:
-    """Return docs/algorithms.md."""
+    """Returns docs/algorithms.md."""
     lines = [HEAD, "## Presets", "", "| `algorithm` | sets | formula | note |", "|---|---|---|---|"]
     for name, preset in PRESETS.items():
         title = preset.name

@@ -69,7 +69,7 @@ def registry() -> dict[str, str]:
 
 
 def try_architecture(model_type: str, seed: int = 0) -> Row:
-    """Make a tiny model, start it as a trainer would, and compare it with plain transformers."""
+    """Makes a tiny model, starts it as a trainer would, and compares it with plain transformers."""
     name = registry()[model_type]
     try:
         hf = tiny_model(model_type, seed)

@@ -43,7 +43,7 @@ class Reach:
                     self._mentions.setdefault(target, set()).add(file)
 
     def tests(self, changed: Iterable[Path]) -> dict[Path, int]:
-        """Test files that the change reaches, with their distance to it."""
+        """Tests files that the change reaches, with their distance to it."""
         distance: dict[Path, int] = {}
         for path in changed:
             file = self._root / path

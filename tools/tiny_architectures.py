@@ -185,7 +185,7 @@ class NotTried(Exception):
 
 
 def tiny_config(model_type: str) -> Any:
-    """Return the configuration of a tiny model.
+    """Returns the configuration of a tiny model.
 
     Raises:
         NotTried: it is made of several models.
@@ -252,7 +252,7 @@ def _tiny_text(text: Any, model_type: str) -> dict[str, Any]:
 
 
 def tiny_model(model_type: str, seed: int) -> Any:
-    """Return a tiny model with weights large enough for errors to show, eager and in eval().
+    """Returns a tiny model with weights large enough for errors to show, eager and in eval().
 
     Raises:
         NotTried: it cannot be made tiny.

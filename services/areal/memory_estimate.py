@@ -96,7 +96,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, directory: Path) -> ModelShape:
-        """Read the sizes from config.json, and from the headers of *.safetensors if there are any.
+        """Reads the sizes from config.json, and from the headers of *.safetensors if there are any.
 
         Raises:
             InvalidInput: No config.json, or one that lacks a decoder's sizes.
@@ -227,7 +227,7 @@ class Setting:
 
 
 def layer_kernels(wanted: Kernels, kind: str, layout: Layout, *, gpu: bool) -> Kernels:
-    """Return what `auto` stands for, the same on every rank of one installation.
+    """Returns what `auto` stands for, the same on every rank of one installation.
 
     Args:
         wanted: as configured.
@@ -245,7 +245,7 @@ def layer_kernels(wanted: Kernels, kind: str, layout: Layout, *, gpu: bool) -> K
 def activation_bytes(
     shape: ModelShape, element: int, mode: Checkpointing, *, fused: bool = False
 ) -> tuple[int, int]:
-    """Return bytes per token that each layer keeps, and that one recomputed layer needs.
+    """Returns bytes per token that each layer keeps, and that one recomputed layer needs.
 
     Args:
         shape: the model's sizes.
@@ -287,7 +287,7 @@ def trainer_rank(
     reference: RefConfig | None = None,
     chunk: int = 0,
 ) -> Need:
-    """Return the memory that one trainer rank needs at its peak, on its device.
+    """Returns the memory that one trainer rank needs at its peak, on its device.
 
     Ranks that share tokens each hold a part of the activations. Ranks that share matrices hold a
     part of each layer, but are counted with all activations, which is an upper bound.
@@ -362,7 +362,7 @@ def choose(
     there: int,
     reference: RefConfig | None = None,
 ) -> Checkpointing:
-    """Choose what layers keep: as configured, or the fastest mode that fits.
+    """Chooses what layers keep: as configured, or the fastest mode that fits.
 
     Args:
         engine: the trained model's settings.
@@ -390,7 +390,7 @@ def choose_chunk(
     there: int,
     reference: RefConfig | None = None,
 ) -> int:
-    """Choose the elements of the largest logits tensor for a `mode` that `choose` has returned.
+    """Chooses the elements of the largest logits tensor for a `mode` that `choose` has returned.
 
     That mode fits with the smallest chunk: recomputing layers costs more than reading the head's
     weight again.
@@ -408,7 +408,7 @@ def choose_chunk(
 
 
 def largest_chunk(vocabulary: int, fits: Callable[[int], bool]) -> int:
-    """Return the elements of a chunk of HEAD_TOKENS tokens, or of half as many until it fits."""
+    """Returns the elements of a chunk of HEAD_TOKENS tokens, or of half as many until it fits."""
     tokens = HEAD_TOKENS
     while tokens * vocabulary > LEAST_CHUNK and not fits(tokens * vocabulary):
         tokens //= 2
@@ -423,7 +423,7 @@ def compute_dtype(engine: TrainEngineConfig, *, gpu: bool) -> str:
 def ways_out(
     need: Need | None, engine: TrainEngineConfig, mode: Checkpointing, setting: Setting
 ) -> str:
-    """Return settings that reduce a rank's memory, those for its largest part first."""
+    """Returns settings that reduce a rank's memory, those for its largest part first."""
     lighter = MODES[MODES.index(mode) + 1 : None if setting.gpu else -1]
     tokens = engine.mb_spec.max_tokens_per_mb
     activations = [f"a smaller actor.mb_spec.max_tokens_per_mb ({tokens})"]

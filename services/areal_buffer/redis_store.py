@@ -109,7 +109,7 @@ class RedisStore:
     async def _rows(
         self, task_ids: Sequence[str], *, groups: bool
     ) -> AsyncIterator[tuple[str, replies.Row, bytes | None]]:
-        """Returns the id of each known task, its `RECORD_FIELDS` and, if requested, its group."""
+        """Yields the id of each known task, its `RECORD_FIELDS` and, if requested, its group."""
         size = _CHUNK_READ_GROUPS if groups else _CHUNK_TASKS
         for start in range(0, len(task_ids), size):
             chunk = task_ids[start : start + size]
@@ -315,7 +315,7 @@ class RedisStore:
     # -- looking ------------------------------------------------------------------------------
 
     async def dead_letters(self, limit: int) -> AsyncIterator[pb.DeadLetter]:
-        """Returns the dead letters, newest first."""
+        """Yields the dead letters, newest first."""
         try:
             ids = await self._redis.zrevrange(f"{self._prefix}dead", 0, limit - 1)
         except RedisError as error:

@@ -94,7 +94,7 @@ class Sweeper:
         self._metrics.sampled(stats, self._memory, age_s)
 
     def waits(self) -> Iterator[Wait]:
-        """Returns the oldest queued task, for the watchdog."""
+        """Yields the oldest queued task, for the watchdog."""
         if self._oldest_queued is not None:
             since, whom = self._oldest_queued
             yield Wait("queued_task", whom, time.monotonic() - since)

@@ -136,7 +136,7 @@ def parse_generate(
     constrain: Constrain | None = None,
     adapters: Mapping[str, Adapter] | None = None,
 ) -> GenerateCall:
-    """Check a decoded /generate body and make its requests.
+    """Checks a decoded /generate body and makes its requests.
 
     Args:
         body: the decoded JSON value.

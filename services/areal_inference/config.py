@@ -87,7 +87,7 @@ class InferenceConfig(BaseModel):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> InferenceConfig:
-        """Build a config from a mapping such as the ``inference:`` section of a YAML file.
+        """Builds a config from a mapping such as the ``inference:`` section of a YAML file.
 
         Raises:
             ConfigError: unknown key (with the nearest name), wrong type, value out of range, or
@@ -112,13 +112,13 @@ class InferenceConfig(BaseModel):
 
     @classmethod
     def load(cls, file: Path | None, overrides: Mapping[str, Any]) -> InferenceConfig:
-        """Read the ``inference:`` mapping of a YAML file; overrides (set flags) win over it."""
+        """Reads the ``inference:`` mapping of a YAML file; overrides (set flags) win over it."""
         section = {} if file is None else _read_section(file)
         return cls.from_mapping({**section, **overrides})
 
 
 def types_of(field: str) -> tuple[type, ...]:
-    """Return the type of a field's values, then NoneType if null is allowed."""
+    """Returns the type of a field's values, then NoneType if null is allowed."""
     annotation: Any = InferenceConfig.model_fields[field].annotation
     allowed = get_args(annotation) or (annotation,)
     return tuple(each if isinstance(each, type) else type(each) for each in allowed)

@@ -73,7 +73,7 @@ class Frontend:
         self.metrics.waits.watch(self._oldest_requests)
 
     def _build(self) -> Scheduler:
-        """Load the model; runs in the engine's thread."""
+        """Loads the model; runs in the engine's thread."""
         import torch
 
         from areal_inference.decode.runner import ModelRunner
@@ -160,7 +160,7 @@ class Frontend:
         return cast("ModelRunner", self.scheduler.runner)
 
     def check_health(self) -> None:
-        """Pass, or say why not.
+        """Passes, or says why not.
 
         Raises:
             Unavailable: starting, shutting down, failed, or stuck in a step.
@@ -175,12 +175,12 @@ class Frontend:
             raise Unavailable(f"engine: in one step for {self.engine.stuck_for:.0f} s")
 
     def check_ready(self) -> None:
-        """Pass once the model is loaded; raises Unavailable before."""
+        """Passes once the model is loaded; raises Unavailable before."""
         if not self.ready:
             raise Unavailable("server is starting: the model is being loaded")
 
     def start(self, call: GenerateCall) -> None:
-        """Hand the call's requests to the engine.
+        """Hands the call's requests to the engine.
 
         Raises:
             RequestError: a request id is in use.
@@ -201,13 +201,13 @@ class Frontend:
         self.engine.submit(call.requests)
 
     def finished(self, call: GenerateCall) -> None:
-        """Forget the call's request ids and count it."""
+        """Forgets the call's request ids and counts it."""
         self.live.difference_update(r.rid for r in call.requests)
         for request in call.requests:
             self.metrics.observe(request)
 
     async def abort(self, rid: str | None, message: str = "Aborted") -> int:
-        """Finish a request (and its n samples), or all (None), with the tokens they have.
+        """Finishes a request (and its n samples), or all (None), with the tokens they have.
 
         An empty id is no one's.
         """
@@ -236,12 +236,12 @@ class Frontend:
         return self._grammars.compile(kind, value)
 
     def encode(self) -> Callable[[str], list[int]] | None:
-        """Return a text's token ids, or None without a tokenizer."""
+        """Returns a text's token ids, or None without a tokenizer."""
         tokenizer = self.tokenizer
         return None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
 
     def decode(self) -> Callable[[list[int], bool], str] | None:
-        """Return the text of token ids, or None without a tokenizer."""
+        """Returns the text of token ids, or None without a tokenizer."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return None
@@ -249,7 +249,7 @@ class Frontend:
 
 
 def read_model(config: InferenceConfig) -> ServedModel:
-    """Read what is to be served: for the fast decoder, or else for transformers.
+    """Reads what is to be served: for the fast decoder, or else for transformers.
 
     Raises:
         ModelError: neither can, or the folder is no model's.

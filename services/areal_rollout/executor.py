@@ -124,7 +124,7 @@ class Executor:
         return 0.0 if began is None else time.monotonic() - began
 
     def waits(self) -> Iterator[Wait]:
-        """Returns the oldest episode, and since when no task came, for the watchdog."""
+        """Yields the oldest episode, and since when no task came, for the watchdog."""
         now = time.monotonic()
         if self._episodes:
             episode = min(self._episodes.values(), key=lambda each: each.began)

@@ -51,7 +51,7 @@ def cpu_seconds(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Compare at two settings."""
+    """Compares at two settings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds

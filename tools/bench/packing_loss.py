@@ -35,7 +35,7 @@ def cpu_ns(run: Callable[[], object]) -> float:
 
 
 def report(name: str, ours: Callable[[], Any], theirs: Callable[[], Any], unit: int, rounds: int):
-    """Alternate the contenders and print medians per unit."""
+    """Alternates the contenders and prints medians per unit."""
     ours(), theirs()
     times: dict[str, list[float]] = {"ours": [], "reference": []}
     for _ in range(rounds):
@@ -47,7 +47,7 @@ def report(name: str, ours: Callable[[], Any], theirs: Callable[[], Any], unit: 
 
 
 def pad_and_pack(sequences: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Concatenate one-row batches by padding, then pack by the attention mask."""
+    """Concatenates one-row batches by padding, then packs by the attention mask."""
     longest = max(len(s["input_ids"]) for s in sequences)
     rows: dict[str, list[torch.Tensor]] = {key: [] for key in (*KEYS, "attention_mask")}
     for s in sequences:
@@ -66,7 +66,7 @@ def pad_and_pack(sequences: list[dict[str, torch.Tensor]]) -> dict[str, torch.Te
 
 
 def first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
-    """Put each size, largest first, into the fitting bin with the fewest members."""
+    """Puts each size, largest first, into the fitting bin with the fewest members."""
     bins: list[list[int]] = []
     loads: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -116,7 +116,7 @@ def reference_loss(
 
 
 def main() -> None:
-    """Run the three comparisons."""
+    """Runs the three comparisons."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds

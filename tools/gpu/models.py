@@ -162,7 +162,7 @@ def groups_of(tokens: int, vocabulary: int, *, seed: int = 1) -> Batch:
 def timed(
     run: Callable[[int], object], *, rounds: int = 5, warm: int = 2, at_most_s: float = 6.0
 ) -> tuple[float, float]:
-    """Return the median seconds of a call and their spread, (largest - smallest) / median.
+    """Returns the median seconds of a call and their spread, (largest - smallest) / median.
 
     Args:
         run: gets the number of the call, to take another batch each time.
@@ -197,6 +197,6 @@ def _once(run: Callable[[int], object], index: int) -> float:
 
 
 def wait() -> None:
-    """Wait until the GPU has finished its work."""
+    """Waits until the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -179,5 +179,5 @@ NAMES = tuple(case.name for case in CASES)
 
 
 def find(name: str) -> Case:
-    """Return the case with this name."""
+    """Returns the case with this name."""
     return CASES[NAMES.index(name)]

@@ -238,11 +238,11 @@ class Events:
         return iter(())
 
     def more(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        """Returns the chunks for new text of an unfinished answer."""
+        """Yields the chunks for new text of an unfinished answer."""
         yield self._text_delta(delta.index, delta.reasoning, delta.content)
 
     def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """Returns the chunks for everything that `more` has not written."""
+        """Yields the chunks for everything that `more` has not written."""
         for index, answer in enumerate(answers):
             reasoning, content = answer.unsent
             if reasoning or content or index not in self._begun:

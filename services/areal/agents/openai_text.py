@@ -97,7 +97,7 @@ class TextEvents:
         return iter(())
 
     def more(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        """Returns the chunks for new text of an unfinished answer."""
+        """Yields the chunks for new text of an unfinished answer."""
         choice = {"index": delta.index, "text": delta.content, "finish_reason": None}
         yield {
             "id": self._id,
@@ -108,7 +108,7 @@ class TextEvents:
         }
 
     def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """Returns what `more` has not written: a chunk per answer, and the usage if requested."""
+        """Yields what `more` has not written: a chunk per answer, and the usage if requested."""
         whole = write_text(self._id, self._model, answers, self._body, self._tokenizer)
         whole["created"] = self._created
         usage = whole.pop("usage")

@@ -47,13 +47,13 @@ class Events:
         self._text = ""
 
     def begin(self, delta: AnswerDelta | None = None) -> Iterator[dict[str, Any]]:
-        """Returns the first events of the stream."""
+        """Yields the first events of the stream."""
         begun = self._whole(None)
         yield self._made(ResponseCreatedEvent, response=begun)
         yield self._made(ResponseInProgressEvent, response=begun)
 
     def more(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        """Returns the events for new text of the unfinished answer."""
+        """Yields the events for new text of the unfinished answer."""
         if delta.reasoning:
             if self._open is None:
                 yield from self._begin(reasoning_item(self._id, ""))
@@ -66,7 +66,7 @@ class Events:
             yield self._delta(ResponseTextDeltaEvent, delta.content, logprobs=[])
 
     def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """Returns the events for everything that `more` has not written."""
+        """Yields the events for everything that `more` has not written."""
         [answer] = answers
         response = self._whole(answer)
         for item in response.output:

@@ -208,7 +208,7 @@ class _Chat:
         return turns
 
     def sequences(self, turns: Sequence[int]) -> Iterator[Tokens]:
-        """Returns as few sequences as show each turn as it is sampled, the longest one last."""
+        """Yields as few sequences as show each turn as it is sampled, the longest one last."""
         found, left = [], list(turns)
         upto = len(self._messages)
         while left:

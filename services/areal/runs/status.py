@@ -124,7 +124,7 @@ class TrainerStatus:
             self._state, self._detail, self._since = state, detail, time.monotonic()
 
     def waits(self) -> Iterator[Wait]:
-        """Returns what the recipe's thread waits for, for the watchdog."""
+        """Yields what the recipe's thread waits for, for the watchdog."""
         with self._lock:
             state, detail, seconds = self._state, self._detail, time.monotonic() - self._since
         if state == pb.TRAINER_STATE_WAITING:

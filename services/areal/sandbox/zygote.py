@@ -51,7 +51,7 @@ AT_HAND = "ast bisect collections copy functools heapq itertools math random re 
 
 
 def main() -> None:
-    """Serve requests until the pipe closes."""
+    """Serves requests until the pipe closes."""
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 0)

@@ -84,7 +84,7 @@ class Seat:
 
 
 def runs(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Returns the items in order, grouped as long as their sizes add up to at most the limit.
+    """Yields the items in order, grouped as long as their sizes add up to at most the limit.
 
     An item above the limit is a run of its own.
     """

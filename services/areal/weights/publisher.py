@@ -107,7 +107,7 @@ def patience_s(size_bytes: int) -> float:
 
 
 def companions(model: Path) -> Iterator[Path]:
-    """Returns the configuration and tokenizer files of a model folder."""
+    """Yields the configuration and tokenizer files of a model folder."""
     for pattern in _COMPANIONS:
         for file in sorted(model.glob(pattern)):
             if not file.name.endswith(".index.json") and file.name != "manifest.json":

@@ -75,12 +75,12 @@ class Engine:
         self.last_step_at = time.monotonic()
 
     async def start(self) -> None:
-        """Load the model; raises what the build raised."""
+        """Loads the model; raises what the build raised."""
         self._thread.start()
         await self._started
 
     async def stop(self, timeout: float) -> None:
-        """End the thread after the step it is in.
+        """Ends the thread after the step it is in.
 
         Raises:
             EngineError: it did not end within `timeout` seconds.
@@ -94,14 +94,14 @@ class Engine:
             raise EngineError(f"engine thread: still in a step {timeout:g} s after stop")
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests; each request's `woken` is set when it finishes (or streams)."""
+        """Queues requests; each request's `woken` is set when it finishes (or streams)."""
         with self._condition:
             self._check_alive()
             self._inbox.extend(requests)
             self._condition.notify()
 
     def tell(self, command: Command) -> None:
-        """Run a command between two decode steps without waiting for it; no effect once stopped."""
+        """Runs a command between two decode steps without waiting for it, if not stopped."""
         with self._condition:
             self._inbox.append(_Call(command))
             self._condition.notify()
@@ -109,7 +109,7 @@ class Engine:
     async def call(
         self, command: Callable[[Scheduler], T], timeout: float, *, exclusive: bool = False
     ) -> T:
-        """Run a command between two decode steps and return its result.
+        """Runs a command between two decode steps and returns its result.
 
         Args:
             command: called with the scheduler, in the engine's thread.
@@ -156,7 +156,7 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Return why the engine no longer works, or None."""
+        """Returns why the engine no longer works, or None."""
         return self._failure
 
     def _check_alive(self) -> None:

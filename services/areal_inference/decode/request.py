@@ -115,5 +115,5 @@ class Request:
 
 
 def abort_reason(message: str) -> dict[str, Any]:
-    """Return SGLang's finish_reason of an interrupted request."""
+    """Returns SGLang's finish_reason of an interrupted request."""
     return {"type": "abort", "message": message, "status_code": None, "err_type": None}

@@ -31,10 +31,10 @@ class Cache(Protocol):
         """Makes room for rows of a length."""
 
     def share(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the head of one row to others."""
+        """Copies the head of one row to others."""
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy rows to other rows."""
+        """Copies rows to other rows."""
 
     def clear(self, row: int) -> None:
         """Overwrites a row with zeros."""
@@ -52,7 +52,7 @@ class Decoder(Protocol):
     """Adapters of the sequences of the next call, in its order; empty: no sequence has one."""
 
     def adapt(self, pairs: Pairs) -> Any:
-        """Return an adapter's parts as it computes with them; raises InvalidInput."""
+        """Returns an adapter's parts as it computes with them; raises InvalidInput."""
 
     def prefill(
         self,
@@ -72,7 +72,7 @@ class Decoder(Protocol):
         """See `transformer.Model.logits`."""
 
     def routes(self, cache: Any, row: int) -> Sequence[npt.NDArray[np.int32]]:
-        """Return the experts of each token that a row has, [layers, k]; empty: there are none."""
+        """Returns the experts of each token that a row has, [layers, k]; empty: there are none."""
 
 
 class ModelRunner:
@@ -127,19 +127,19 @@ class ModelRunner:
         self.cache.clear(row)
 
     def load(self, weights: Any) -> None:
-        """Use other weights from the next call on."""
+        """Uses other weights from the next call on."""
         self.model.weights = weights
 
     def unload(self) -> None:
-        """Release the memory of the weights, which nothing reads until `load`."""
+        """Releases the memory of the weights, which nothing reads until `load`."""
         self.load(self.model.weights.emptied())
 
     def reset(self) -> None:
-        """Release the cache's memory."""
+        """Releases the cache's memory."""
         self.cache.reset()
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Fill each request's row from its prompt and output so far, without the last token."""
+        """Fills each request's row from its prompt and output so far, without the last token."""
         for group in _similar_lengths(requests, self._max_prefill_tokens):
             sequences = [(r.input_ids + r.output_ids)[:-1] for r in group]
             hidden = None
@@ -176,7 +176,7 @@ class ModelRunner:
     def decode(
         self, requests: Sequence[Request], *, changed: bool
     ) -> tuple[list[int], list[float]]:
-        """Return each request's next token and its logprob (request i is in row i)."""
+        """Returns each request's next token and its logprob (request i is in row i)."""
         if changed:
             self._sampling = SamplingBatch([r.params for r in requests])
         last = [r.output_ids[-1] if r.output_ids else r.input_ids[-1] for r in requests]

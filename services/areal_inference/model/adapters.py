@@ -37,7 +37,7 @@ class Pair:
     up: Tensor  # [rank, out]
 
     def of(self, inputs: Tensor) -> Tensor:
-        """Return what it adds, [rows, out], for inputs [rows, in]."""
+        """Returns what it adds, [rows, out], for inputs [rows, in]."""
         return (inputs @ self.down) @ self.up
 
 
@@ -58,7 +58,7 @@ class Adapter:
 
 
 def read_adapter(location: str, headers: Mapping[str, str], dtype: torch.dtype, most: int) -> Pairs:
-    """Read an adapter; blocking.
+    """Reads an adapter; blocking.
 
     Args:
         location: a folder as peft writes it, or a published version in a store.
@@ -137,7 +137,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def fused(pairs: Pairs, config: ModelConfig) -> list[dict[str, Pair]]:
-    """Return the pairs of each layer by the matrix of `weights.LayerWeights` that they go with.
+    """Returns the pairs of each layer by the matrix of `weights.LayerWeights` that they go with.
 
     Raises:
         InvalidInput: the model has no such layer, or one of another shape.
@@ -189,7 +189,7 @@ def fused(pairs: Pairs, config: ModelConfig) -> list[dict[str, Pair]]:
 def rows_by_adapter(
     adapters: Sequence[Adapter | None], length: int = 1
 ) -> list[tuple[Tensor | slice, Any]]:
-    """Return (rows, parts) of each adapter, for `length` rows of each request in order."""
+    """Returns (rows, parts) of each adapter, for `length` rows of each request in order."""
     distinct = {id(each): each for each in adapters if each is not None}
     if not distinct:
         return []

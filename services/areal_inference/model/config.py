@@ -59,7 +59,7 @@ class ServedModel:
 
     @property
     def cache_values(self) -> int:
-        """Return how many numbers the cache keeps for a token."""
+        """Returns how many numbers the cache keeps for a token."""
         raise NotImplementedError
 
 
@@ -86,12 +86,12 @@ class ModelConfig(ServedModel):
 
     @property
     def cache_values(self) -> int:
-        """Return how many numbers the cache keeps for a token."""
+        """Returns how many numbers the cache keeps for a token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read config.json (and the end-of-sequence ids of generation_config.json).
+        """Reads config.json (and the end-of-sequence ids of generation_config.json).
 
         Raises:
             UnknownModel: unknown architecture, unsupported option.
@@ -198,7 +198,7 @@ def _vision(folder: Path, raw: dict[str, Any]) -> VisionConfig:
 
 
 def eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
-    """Return the tokens that end an answer, by a folder's config.json and generation_config.json.
+    """Returns the tokens that end an answer, by a folder's config.json and generation_config.json.
 
     Raises:
         ModelError: generation_config.json is broken.
@@ -211,7 +211,7 @@ def eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return a file's JSON object; raises ModelError."""
+    """Returns a file's JSON object; raises ModelError."""
     if file.exists() and not file.is_file():  # a FIFO would be waited for
         raise ModelError(f"{file}: expected a file")
     try:
@@ -245,7 +245,7 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def refuse_quantized(folder: Path, raw: dict[str, Any]) -> None:
-    """Refuse weights that are not plain numbers; raises ModelError."""
+    """Refuses weights that are not plain numbers; raises ModelError."""
     key = "quantization_config"
     if raw.get(key) is not None:
         raise ModelError(f"{folder / 'config.json'}: {key}={raw[key]!r:.100} is not supported")

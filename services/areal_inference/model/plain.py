@@ -61,7 +61,7 @@ class PlainConfig(CheckpointModel):
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: str) -> PlainConfig:
-        """Read a folder's config.json.
+        """Reads a folder's config.json.
 
         Raises:
             ModelError: transformers does not know the model, or it is quantized.
@@ -178,7 +178,7 @@ class PlainModel:
     """`runner.Decoder` with any architecture of transformers."""
 
     def __init__(self, config: PlainConfig, weights: WeightSet) -> None:
-        """Give the model its weights, and try it.
+        """Gives the model its weights, and tries it.
 
         Raises:
             InvalidInput: it is no causal language model with a linear head.
@@ -296,7 +296,7 @@ class PlainModel:
         return heads.logits_of(self._hf, hidden, self._matrix).float()
 
     def _advance(self, rows: list[Row], position: int, kept: bool) -> Tensor:
-        """Compute the last token of rows of one length; returns hidden states [rows, hidden]."""
+        """Computes the last token of rows of one length; returns hidden states [rows, hidden]."""
         before = gathered(rows) if kept else None
         begin = position if before else 0
         ids = torch.tensor([row.ids[begin:] for row in rows])
@@ -338,7 +338,7 @@ class PlainModel:
 
     @torch.inference_mode()
     def _try(self, config: PlainConfig) -> None:
-        """Compare with transformers, and see whether a cache gives the same as no cache.
+        """Compares with transformers, and see whether a cache gives the same as no cache.
 
         Rows are mixed on the way: the cache of one sequence must be of no consequence to another's.
 
@@ -405,7 +405,7 @@ def _apart(found: Tensor, wanted: Tensor, exact: bool) -> float:
 
 
 def _places(hf: Any) -> dict[str, list[tuple[dict[str, Any], str, Tensor]]]:
-    """Yields where each of the model's own tensors is: module dictionary, key, meta tensor."""
+    """Returns the place of each of the model's own tensors: module dictionary, key, meta tensor."""
     found: dict[int, list[tuple[dict[str, Any], str, Tensor]]] = {}
     for module in hf.modules():
         for tensors in (module._parameters, module._buffers):

@@ -60,10 +60,10 @@ class PlainCache:
         self.rows: dict[int, Row] = {}
 
     def reserve(self, rows: int, length: int, budget: int) -> None:
-        """Do nothing: `ModelRunner.fits` limits what is admitted."""
+        """Does nothing: `ModelRunner.fits` limits what is admitted."""
 
     def share(self, source: int, targets: list[int], length: int) -> None:
-        """Point rows to the state after another row's prompt, if that row still has it."""
+        """Points rows to the state after another row's prompt, if that row still has it."""
         row = self.rows.get(source, Row())
         prompt = row.prompt
         for target in targets:
@@ -73,7 +73,7 @@ class PlainCache:
             self.rows[target] = Row(row.ids[:length], state, index, routes=routes)
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Give rows other numbers."""
+        """Gives rows other numbers."""
         moved = [self.rows.pop(row) for row in sources]
         self.rows.update(zip(targets, moved, strict=True))
 
@@ -87,7 +87,7 @@ class PlainCache:
 
 
 def gathered(rows: Sequence[Row]) -> State:
-    """Return a state with exactly these rows, in this order, which may advance."""
+    """Returns a state with exactly these rows, in this order, which may advance."""
     first = rows[0].state
     assert first is not None
     if (

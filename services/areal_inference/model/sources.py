@@ -67,17 +67,17 @@ class Source(Protocol):
     tensors: dict[str, Stored]
 
     def read(self, stored: Stored) -> memoryview:
-        """Return a tensor's bytes, writable, valid until this thread reads the next one."""
+        """Returns a tensor's bytes, writable, valid until this thread reads the next one."""
 
     def together(self, names: Iterable[str]) -> list[list[str]]:
-        """Return the tensors in reading order, grouped by what one thread reads together."""
+        """Returns the tensors in reading order, grouped by what one thread reads together."""
 
     def close(self) -> None:
         """Closes files and connections."""
 
 
 def open_source(location: str, headers: Mapping[str, str]) -> Source:
-    """Open a folder's path, or a location that `open_remote` knows.
+    """Opens a folder's path, or a location that `open_remote` knows.
 
     Raises:
         WeightError: There is no complete set of safetensors files.
@@ -237,7 +237,7 @@ class DeltaSource:
         return one_by_one(self, names)
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Does nothing: no file is open."""
 
 
 def open_changes(
@@ -246,7 +246,7 @@ def open_changes(
     digest: Callable[[], str],
     held: Callable[[str], memoryview],
 ) -> DeltaSource | None:
-    """Open a version as its changes since the held one; None: it was not published as such.
+    """Opens a version as its changes since the held one; None: it was not published as such.
 
     Args:
         location: As for `open_source`.

@@ -50,7 +50,7 @@ class Model:
         sequences: Sequence[list[int]],
         seen: Sequence[Seen | None] = (),
     ) -> Tensor:
-        """Write the keys and values of whole prompts into cache rows.
+        """Writes the keys and values of whole prompts into cache rows.
 
         Args:
             cache: has room for the longest sequence's positions in each row.
@@ -112,7 +112,7 @@ class Model:
         span: int,
         shifts: Tensor | None = None,
     ) -> Tensor:
-        """Advance rows 0..n-1 by one token each.
+        """Advances rows 0..n-1 by one token each.
 
         Args:
             cache: has the first positions[i] positions of row i filled, and room for one more.
@@ -151,7 +151,7 @@ class Model:
         return self.logits(self._norm(hidden, self.weights.final_norm))
 
     def routes(self, cache: KVCache, row: int) -> Sequence[npt.NDArray[np.int32]]:
-        """Return nothing: these architectures have no experts."""
+        """Returns nothing: these architectures have no experts."""
         del cache, row
         return ()
 
@@ -181,7 +181,7 @@ class Model:
         return self._adapt(index, "down", inner, hidden.addmm_(inner, layer.down))
 
     def _adapt(self, index: int, matrix: str, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """Add to the outputs of a layer's matrix what the adapters of the rows add."""
+        """Adds to the outputs of a layer's matrix what the adapters of the rows add."""
         for rows, layers in self._adapted:
             if (pair := layers[index].get(matrix)) is not None:
                 outputs[rows] += pair.of(inputs[rows])
@@ -189,7 +189,7 @@ class Model:
 
 
 def _rotate(heads: Tensor, rotary: Tensor) -> None:
-    """Rotate neighboring pairs of the last dimension in place by complex factors."""
+    """Rotates neighboring pairs of the last dimension in place by complex factors."""
     if heads.dtype == torch.float32:
         torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2)).mul_(rotary)
         return

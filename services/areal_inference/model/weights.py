@@ -86,7 +86,7 @@ class WeightSet:
     """The version that the set equals bit for bit, if it was pulled whole."""
 
     def checksums(self) -> dict[str, str]:
-        """Return the xxh3-128 of each checkpoint tensor, in this model's dtype and HF's layout.
+        """Returns the xxh3-128 of each checkpoint tensor, in this model's dtype and HF's layout.
 
         Read back from the parameters' memory, once for each time the set is filled.
         """
@@ -96,7 +96,7 @@ class WeightSet:
         return self.sums
 
     def emptied(self) -> WeightSet:
-        """Return a set of the same kind that holds nothing."""
+        """Returns a set of the same kind that holds nothing."""
         return WeightSet(views={})
 
     def digest(self) -> str:
@@ -108,7 +108,7 @@ class WeightSet:
         return PolicyVersion(0, 0, "", tensors=tensors).digest
 
     def copy_of(self, name: str) -> memoryview:
-        """Return a copy of a checkpoint tensor's bytes, in this model's dtype."""
+        """Returns a copy of a checkpoint tensor's bytes, in this model's dtype."""
         return self.views[name].copy()
 
     def part_of(self, name: str, begin: int, end: int) -> bytes:
@@ -121,16 +121,16 @@ class CheckpointModel(ServedModel):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the tensors of a version, by the checkpoint's names."""
+        """Returns the tensors of a version, by the checkpoint's names."""
         raise NotImplementedError
 
     @property
     def repeated(self) -> Mapping[str, str]:
-        """Return second names of tied tensors -> the name in `shapes`."""
+        """Returns second names of tied tensors -> the name in `shapes`."""
         raise NotImplementedError
 
     def allocate(self) -> WeightSet:
-        """Return a set whose tensors have memory and no content."""
+        """Returns a set whose tensors have memory and no content."""
         raise NotImplementedError
 
 
@@ -146,7 +146,7 @@ class Weights(WeightSet):
     """For a model that sees: transformers' vision tower, whose parameters are also views."""
 
     def emptied(self) -> Weights:
-        """Return a set of the same dtype that holds nothing."""
+        """Returns a set of the same dtype that holds nothing."""
         none = self.embed.new_empty(0)
         return Weights(views={}, embed=none, head=none, final_norm=none, layers=())
 
@@ -218,7 +218,7 @@ def load_weights(
     held: WeightSet | None = None,
     source: Source | None = None,
 ) -> WeightSet:
-    """Read every tensor of a source into a set of weights.
+    """Reads every tensor of a source into a set of weights.
 
     A version that was published as what changed since `held` is made from that; when the delta does
     not fit, or is damaged, and for all others, the whole snapshot is read.
@@ -343,7 +343,7 @@ def _repeated(config: ServedModel) -> Mapping[str, str]:
 
 
 def model_shapes(config: ServedModel) -> dict[str, tuple[int, ...]]:
-    """Return checkpoint names and shapes of this model, in checkpoint order."""
+    """Returns checkpoint names and shapes of this model, in checkpoint order."""
     if not isinstance(config, ModelConfig):
         return _checkpoint(config).shapes
     hidden, inner = config.hidden_size, config.intermediate_size

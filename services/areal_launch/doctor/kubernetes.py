@@ -318,7 +318,7 @@ class ClusterDoctor:
         return list(self._api.get(self._api.core.list_node)["items"])
 
     def _pods(self) -> Iterator[Planned]:
-        """Returns all pods of the chart except those of its tests."""
+        """Yields all pods of the chart except those of its tests."""
         for each in self._objects:
             spec = each.get("spec") or {}
             replicas = [spec, *(spec.get("pytorchReplicaSpecs") or {}).values()]
@@ -355,7 +355,7 @@ def _asked(spec: dict[str, Any]) -> dict[str, float]:
 
 
 def _references(specs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Returns (Secret, key) that pods refer to; key "" for a whole Secret."""
+    """Yields (Secret, key) that pods refer to; key "" for a whole Secret."""
     for spec in specs:
         for pull in spec.get("imagePullSecrets") or []:
             yield pull["name"], ""

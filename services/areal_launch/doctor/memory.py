@@ -59,7 +59,7 @@ def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int
 
 
 def trainer_ranks(config: GRPOConfig, shape: ModelShape) -> Iterator[Trainer]:
-    """Returns what a rank needs on a GPU, the fastest of what its layers may keep first."""
+    """Yields what a rank needs on a GPU, the fastest of what its layers may keep first."""
     chosen = config.actor.gradient_checkpointing
     layout = parse_allocation(config.allocation_mode).layout
     setting = Setting(layout, micro_batch_tokens(config), gpu=True)

@@ -21,7 +21,7 @@ _HALVINGS = 61
 
 
 def masked_difference(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
-    """Return a - b, and 0 off the mask, whatever the values there are."""
+    """Returns a - b, and 0 off the mask, whatever the values there are."""
     return torch.where(mask, a - b, 0.0)
 
 
@@ -35,7 +35,7 @@ def behavior_weight(
     mode: str = "token_mask",
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute w = exp(proximal - behavior), the importance weight of a token or a sequence.
+    """Computes w = exp(proximal - behavior), the importance weight of a token or a sequence.
 
     A sequence's weight is the product of its loss tokens' (as in verl and TRL; AReaL takes their
     geometric mean, which lies near 1 and corrects for little).
@@ -79,7 +79,7 @@ def second_moment_mask(
     threshold: float,
     process_group: Any = None,
 ) -> Tensor:
-    """Choose the tokens that M2PO trains on (arXiv 2510.01161).
+    """Chooses the tokens that M2PO trains on (arXiv 2510.01161).
 
     With m = (policy - behavior)^2, tokens are left out from the largest m on, until the mean of
     the others is below the threshold. The choice is made over the batch of all ranks (AReaL makes
@@ -102,7 +102,7 @@ def second_moment_mask(
     sums = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])
 
     def below(limit: Tensor) -> bool:
-        """Return whether the mean of all values that are at most `limit` is below the threshold."""
+        """Whether the mean of all values that are at most `limit` is below the threshold."""
         count = torch.searchsorted(ordered, limit, right=True)
         total = torch.stack([sums[count], count.double()])
         total = sum_over_ranks(total, process_group)
@@ -129,7 +129,7 @@ def mismatch(
     cu_seqlens: Tensor,
     version: int,
 ) -> dict[str, Tensor]:
-    """Compare the sampler's logprobs with the trainer's where both used the same weights.
+    """Compares the sampler's logprobs with the trainer's where both used the same weights.
 
     These are the sequences whose tokens were all sampled by `version`. In any other sequence the
     weights have changed since, or the keys and values of earlier tokens come from older weights.
@@ -171,7 +171,7 @@ def loglinear_proximal_logprobs(
     loss_mask: Tensor,
     proximal_version: int,
 ) -> Tensor:
-    """Approximate proximal logprobs between behavior and policy, without a forward pass (A-3PO).
+    """Approximates proximal logprobs between behavior and policy, without a forward pass (A-3PO).
 
     With v_b the version that sampled a token, v_p the version at the start of the update and v =
     v_p + 1 the version that the update makes: alpha = clip((v_p - v_b) / (v - v_b), 0, 1) and

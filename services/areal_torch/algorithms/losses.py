@@ -38,7 +38,7 @@ TokenLosses = tuple[Tensor, dict[str, Tensor]]
 def add_up(
     losses: Tensor, stats: Mapping[str, Tensor], loss_mask: Tensor, weight: Tensor | None = None
 ) -> LossResult:
-    """Return the sums over loss tokens.
+    """Returns the sums over loss tokens.
 
     Args:
         losses: float [T], with gradient; off the mask anything, even NaN.
@@ -60,7 +60,7 @@ def add_up(
 
 
 def _sequence_means(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Replace each token's value by the mean over its sequence's masked tokens."""
+    """Replaces each token's value by the mean over its sequence's masked tokens."""
     owner = sequence_index(cu_seqlens)
     zeros = values.new_zeros(len(cu_seqlens) - 1)
     totals = zeros.index_add(0, owner, torch.where(mask, values, 0.0))
@@ -75,7 +75,7 @@ class _WithGradient(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, value: Tensor, gradient: Tensor, factor: Tensor | None
     ) -> Tensor:
-        """Return `value`; its derivative by `x` is `gradient` times `factor`."""
+        """Returns `value`; its derivative by `x` is `gradient` times `factor`."""
         del x
         ctx.save_for_backward(gradient, factor)
         return value.clone()
@@ -90,7 +90,7 @@ class _WithGradient(torch.autograd.Function):
 def with_gradient(
     x: Tensor, value: Tensor, gradient: Tensor, factor: Tensor | None = None
 ) -> Tensor:
-    """Return `value`, a scalar or of x's shape, with a given derivative with respect to `x`.
+    """Returns `value`, a scalar or of x's shape, with a given derivative with respect to `x`.
 
     The derivative is `gradient`, times `factor` if there is one. The two are multiplied in this
     order, after the derivative that arrives: as autograd would for `-advantage * exp(x)`, to the
@@ -109,7 +109,7 @@ def token_weights(
     sequences: float,
     max_tokens: int,
 ) -> Tensor:
-    """Return weights of tokens that turn the engine's mean over tokens into another mean.
+    """Returns weights of tokens that turn the engine's mean over tokens into another mean.
 
     `sequence_mean`: the mean of the sequences' means. `constant`: the mean of the sequences' sums,
     each divided by `max_tokens` (Dr. GRPO). Sequences without loss tokens do not count.

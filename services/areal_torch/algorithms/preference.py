@@ -25,7 +25,7 @@ LOSSES = ("dpo", "ipo", "simpo")
 
 
 def answer_logprobs(logprobs: Tensor, batch: Batch, *, mean: bool) -> Tensor:
-    """Add up, or average, the logprobs of each sequence's loss tokens.
+    """Adds up, or averages, the logprobs of each sequence's loss tokens.
 
     Args:
         logprobs: [T], 0 outside the loss mask or not.
@@ -45,7 +45,7 @@ def answer_logprobs(logprobs: Tensor, batch: Batch, *, mean: bool) -> Tensor:
 
 
 def pair_margins(scores: Tensor, batch: Batch) -> Tensor:
-    """Subtract the rejected answer's score from the chosen one's.
+    """Subtracts the rejected answer's score from the chosen one's.
 
     Args:
         scores: [S].

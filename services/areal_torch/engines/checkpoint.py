@@ -40,7 +40,7 @@ METADATA_FILE = ".metadata"
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors by name: the live ones, and this rank's random state."""
+    """Returns a checkpoint's tensors by name: the live ones, and this rank's random state."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in lora.saved_parameters(model):
         tensors[f"model.{name}"] = parameter.detach()
@@ -61,7 +61,7 @@ def save(
     background: bool,
     stager: AsyncStager | None = None,
 ) -> Future[None]:
-    """Write a checkpoint; collective over `process_group`, which is used for nothing else.
+    """Writes a checkpoint; collective over `process_group`, which is used for nothing else.
 
     Args:
         directory: its folder.
@@ -88,7 +88,7 @@ def save(
 
 
 def stager_for(device: torch.device) -> AsyncStager | None:
-    """Return what copies a GPU's checkpoints to host memory; None on a CPU.
+    """Returns what copies a GPU's checkpoints to host memory; None on a CPU.
 
     It keeps its pinned memory for the next checkpoint: a step would wait seconds for gigabytes of
     new memory, which a GPU also copies to at a fraction of the bus's speed.
@@ -111,7 +111,7 @@ class _DigestingWriter(FileSystemWriter):
 
 
 def holds_scalar_model(directory: Path) -> bool:
-    """Return whether its model has a scalar head, like a reward model.
+    """Returns whether its model has a scalar head, like a reward model.
 
     Raises:
         InvalidInput: the checkpoint is incomplete.
@@ -132,7 +132,7 @@ def _saved(directory: Path) -> dict[str, Any]:
 def load(
     directory: Path, tensors: dict[str, torch.Tensor], process_group: dist.ProcessGroup, rank: int
 ) -> dict[str, Any]:
-    """Fill `tensors` in place and restore this rank's random state if the checkpoint has it.
+    """Fills `tensors` in place and restores this rank's random state if the checkpoint has it.
 
     Returns:
         The content of `trainer_state.json`.

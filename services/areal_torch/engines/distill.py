@@ -30,13 +30,13 @@ _LEAST_REST = 1e-6
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """Append the logprob of all other ids: [..., k] -> [..., k + 1]; probabilities add up to 1."""
+    """Appends the logprob of all other ids: [..., k] -> [..., k + 1]; probabilities add up to 1."""
     kept = logprobs.exp().sum(-1, keepdim=True)
     return torch.cat([logprobs, (1.0 - kept).clamp(min=_LEAST_REST).log()], -1)
 
 
 def top_k_kl(student: Tensor, teacher: Tensor, direction: Literal["forward", "reverse"]) -> Tensor:
-    """Return each token's KL divergence over the same k ids and the rest.
+    """Returns each token's KL divergence over the same k ids and the rest.
 
     An id that the teacher rules out (logprob -inf: a masked or padded vocabulary) is one of the
     rest, for both.
@@ -78,13 +78,13 @@ class Distillation:
     """Temperature of both distributions."""
 
     def ask(self, teacher: TrainEngine, batch: Batch) -> None:
-        """Add `teacher_logprobs` and `teacher_ids`, [T, k], of the loss tokens; collective."""
+        """Adds `teacher_logprobs` and `teacher_ids`, [T, k], of the loss tokens; collective."""
         batch["teacher_logprobs"], batch["teacher_ids"] = teacher.read(
             batch, TopLogprobHead(self.k, self.temperature)
         )
 
     def train(self, student: TrainEngine, batch: Batch) -> dict[str, float]:
-        """Take one step on the mean KL of all ranks' loss tokens; collective.
+        """Takes one step on the mean KL of all ranks' loss tokens; collective.
 
         Args:
             student: with an optimizer.

@@ -25,7 +25,7 @@ from areal_torch.engines.model import lora
 
 
 def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> None:
-    """Write a Hugging Face directory of a checkpoint's weights, in the precision of the source.
+    """Writes a Hugging Face directory of a checkpoint's weights, in the precision of the source.
 
     A relative model.path is relative to `start`, the folder in which the run was started.
 
@@ -67,7 +67,7 @@ def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> No
 
 
 def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]], *, scalar: bool) -> str:
-    """Return the model card: where the weights come from, and how they were evaluated.
+    """Returns the model card: where the weights come from, and how they were evaluated.
 
     Args:
         config: the run's.

@@ -49,7 +49,7 @@ def keep(
     actor: Mapping[str, Any] | None = None,
     critic: TrainEngineConfig | RefConfig | None = None,
 ) -> TrainingDiverged:
-    """Save the batch of the failed step in the run folder; collective.
+    """Saves the batch of the failed step in the run folder; collective.
 
     Args:
         error: the error that ends the run.
@@ -102,7 +102,7 @@ def save_failed_batch(
     blamed: Sequence[int],
     recipe: bytes = b"",
 ) -> str:
-    """Write what a replay needs; collective.
+    """Writes what a replay needs; collective.
 
     Args:
         folder: created if missing; files of an earlier failure are replaced.
@@ -148,7 +148,7 @@ def save_failed_batch(
 
 
 def load_failed_batch(folder: Path) -> tuple[list[Batch], dict[str, Any]]:
-    """Read the files of a failed step.
+    """Reads the files of a failed step.
 
     Returns:
         Each rank's batch, and the content of `failure.json`.
@@ -211,7 +211,7 @@ def _own_loss(folder: Path, said: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def replay(folder: Path, model: Path) -> list[str]:
-    """Take the failed optimizer step again, rank by rank, in this process.
+    """Takes the failed optimizer step again, rank by rank, in this process.
 
     Args:
         folder: `failed_step_<k>`.

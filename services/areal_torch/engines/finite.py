@@ -18,7 +18,7 @@ _INPUTS = (
 
 
 def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
-    """Find what is not finite in this rank's batch.
+    """Finds what is not finite in this rank's batch.
 
     Args:
         batch: the optimizer step's batch.
@@ -54,7 +54,7 @@ def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
 
 
 def name_cause(found: Sequence[Mapping[str, Any]], grad_norm: float) -> str:
-    """Return one line that sums up the results of `find_cause` on all ranks."""
+    """Returns one line that sums up the results of `find_cause` on all ranks."""
     causes = [f"rank {rank}: {each['cause']}" for rank, each in enumerate(found) if each["cause"]]
     return "; ".join(causes) or (
         f"the gradient norm is {grad_norm}, while losses, logprobs and inputs are finite on all "

@@ -366,11 +366,11 @@ class FSDPEngine(TrainEngine):
         return {f"{name}.{key}": t for key, t in own.items() if not key.startswith("random.")}
 
     def attach(self, name: str, engine: FSDPEngine) -> None:
-        """Save another engine's weights and optimizer in this one's checkpoints, under `name`."""
+        """Saves another engine's weights and optimizer in this one's checkpoints, under `name`."""
         self._attached[name] = engine
 
     def load_attached(self, name: str, directory: str | Path) -> None:
-        """Resume an attached engine from a checkpoint of this one; collective.
+        """Resumes an attached engine from a checkpoint of this one; collective.
 
         Raises:
             InvalidInput: the checkpoint has no such engine.

@@ -24,7 +24,7 @@ _ARRAYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rew
 
 
 def pack_groups_with_images(groups: Sequence[TrajectoryGroup], model: str | Path) -> Batch:
-    """Pack groups as `pack_groups` does, and add the image keys of groups that have images.
+    """Packs groups as `pack_groups` does, and adds the image keys of groups that have images.
 
     Args:
         groups: this rank's share.
@@ -86,7 +86,7 @@ def _open(file: bytes, group: TrajectoryGroup) -> Any:
 
 
 def _fill(trajectory: Trajectory, token: int, counts: Any) -> Trajectory:
-    """Repeat the token of each image as often as the image fills tokens."""
+    """Repeats the token of each image as often as the image fills tokens."""
     places = np.flatnonzero((trajectory.input_ids == token) & (trajectory.token_versions < 0))
     if len(places) != len(counts):
         raise InvalidInput(

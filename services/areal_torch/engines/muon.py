@@ -69,7 +69,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return about the nearest matrix with orthogonal rows, or columns if they are fewer.
+    """Returns about the nearest matrix with orthogonal rows, or columns if they are fewer.
 
     Args:
         matrix: [..., rows, columns].

@@ -43,7 +43,7 @@ _PEAK = (
 
 
 def peak_flops(device: torch.device, compute: torch.dtype) -> float | None:
-    """Return peak operations per second in bfloat16; None on a CPU or unknown GPU."""
+    """Returns peak operations per second in bfloat16; None on a CPU or unknown GPU."""
     if device.type != "cuda" or compute != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device) + " "
@@ -63,7 +63,7 @@ class Work:
 
     @classmethod
     def of(cls, hf: Any) -> Work:
-        """Count them for a transformers causal language model, sharded or not."""
+        """Counts them for a transformers causal language model, sharded or not."""
         config = hf.config.get_text_config()
         embedding = hf.get_input_embeddings().weight
         head = getattr(hf.get_output_embeddings(), "weight", None)
@@ -88,11 +88,11 @@ class Work:
 
     @property
     def pair_cost(self) -> float:
-        """Return the cost of a pair of tokens divided by that of a loss token; see `packing`."""
+        """Returns the cost of a pair of tokens divided by that of a loss token; see `packing`."""
         return self.per_pair / (self.per_token + self.per_loss_token)
 
     def flops(self, cu_seqlens: Tensor, loss_tokens: int) -> float:
-        """Return the number of operations for a batch of these sequences."""
+        """Returns the number of operations for a batch of these sequences."""
         lengths = cu_seqlens.diff().double()
         layers = self.per_token * lengths.sum() + self.per_pair * lengths.square().sum()
         return float(layers) + self.per_loss_token * loss_tokens
@@ -121,7 +121,7 @@ class Phases:
         self._spans.append((name, start, self._now()))
 
     def take(self, *names: str) -> dict[str, float]:
-        """Return the seconds of the named phases since the last call, 0 for one that was not.
+        """Returns the seconds of the named phases since the last call, 0 for one that was not.
 
         On a GPU it waits for the last of them, unless something was read from the device since.
         """

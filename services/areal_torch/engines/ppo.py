@@ -56,7 +56,7 @@ class PPOActor:
         advantages: Callable[..., Any] | None = None,
         head: Head | None = None,
     ) -> None:
-        """Train `engine`'s model as `config` says.
+        """Trains `engine`'s model as `config` says.
 
         Args:
             config: the algorithm.
@@ -104,13 +104,13 @@ class PPOActor:
         return own
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """Return the policy's logprobs of the loss tokens, [T], 0 elsewhere; collective."""
+        """Returns the policy's logprobs of the loss tokens, [T], 0 elsewhere; collective."""
         return self.engine.forward(batch, self.head)
 
     def compute_advantages(
         self, batch: Batch, advantages: Callable[..., Any] | None = None
     ) -> None:
-        """Add `advantages` and `returns` to this rank's batch; collective.
+        """Adds `advantages` and `returns` to this rank's batch; collective.
 
         Rewards are shaped and normalized per sequence and placed on the last generated token. The
         KL penalty is subtracted, GAE turns the result into advantages, and these are normalized.
@@ -171,7 +171,7 @@ class PPOActor:
         batch["advantages"], batch["returns"] = found.to(dtype), returns.to(dtype)
 
     def ppo_update(self, batch: Batch, loss: Callable[..., Any] | None = None) -> dict[str, float]:
-        """Take `ppo_n_minibatches` optimizer steps (collective).
+        """Takes `ppo_n_minibatches` optimizer steps (collective).
 
         Proximal logprobs are those of the weights at the start of the update. With several
         minibatches they take a forward pass of their own; with a single one they equal, to the bit,
@@ -234,7 +234,7 @@ class PPOActor:
         return stats
 
     def take_step(self, batch: Batch, loss: Formula | None = None) -> dict[str, float]:
-        """Take one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`.
+        """Takes one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`.
 
         A batch of a failed step has `loss_weights` and `kept`, computed over all ranks; they are
         used.
@@ -442,7 +442,7 @@ def _need_reference(batch: Batch, wanted_by: str) -> None:
 
 
 def combine(results: list[dict[str, float]]) -> dict[str, float]:
-    """Join the statistics of an update's minibatches."""
+    """Joins the statistics of an update's minibatches."""
     combined = {}
     for name in dict.fromkeys(name for result in results for name in result):
         having = [result for result in results if name in result]

@@ -24,12 +24,12 @@ PreferenceLoss = Literal["dpo", "ipo", "simpo"]
 
 
 def count_pairs(batch: Batch) -> int:
-    """Return the number of pairs of a batch."""
+    """Returns the number of pairs of a batch."""
     return int(batch["chosen"].sum())
 
 
 def mean_over_pairs(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return each statistic per pair, from its sums over batches, which count their `pairs`.
+    """Returns each statistic per pair, from its sums over batches, which count their `pairs`.
 
     Raises:
         InvalidInput: there is no pair.
@@ -65,7 +65,7 @@ class Preference:
         return self.loss != "simpo"
 
     def train(self, engine: TrainEngine, batch: Batch) -> dict[str, float]:
-        """Take one step on the mean loss of all ranks' pairs; collective.
+        """Takes one step on the mean loss of all ranks' pairs; collective.
 
         Args:
             engine: has an optimizer.
@@ -83,7 +83,7 @@ class Preference:
         return engine.train_batch(batch, self._loss, count_pairs)
 
     def evaluate(self, engine: TrainEngine, batches: Batch | Iterable[Batch]) -> dict[str, float]:
-        """Return `loss`, `accuracy` and `margin`, means over the pairs of all batches and ranks.
+        """Returns `loss`, `accuracy` and `margin`, means over the pairs of all batches and ranks.
 
         Each pair has the same weight, however the pairs are cut into batches. Collective.
 

@@ -30,7 +30,7 @@ def at_last_token(batch: Batch) -> Batch:
 
 
 def train_reward_model(engine: TrainEngine, batch: Batch) -> dict[str, float]:
-    """Take one step on the mean Bradley-Terry loss of all ranks' pairs; collective.
+    """Takes one step on the mean Bradley-Terry loss of all ranks' pairs; collective.
 
     Args:
         engine: with an optimizer and `scalar=True`.
@@ -46,7 +46,7 @@ def train_reward_model(engine: TrainEngine, batch: Batch) -> dict[str, float]:
 def evaluate_reward_model(
     engine: TrainEngine, batches: Batch | Iterable[Batch]
 ) -> dict[str, float]:
-    """Return `loss`, `accuracy` and `margin`, means over the pairs of all batches and ranks.
+    """Returns `loss`, `accuracy` and `margin`, means over the pairs of all batches and ranks.
 
     Each pair has the same weight, however the pairs are cut into batches. Collective.
 
@@ -66,7 +66,7 @@ def _sums(engine: TrainEngine, batch: Batch) -> dict[str, float]:
 
 
 def score(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """Return the score of each prompt with its answer; collective.
+    """Returns the score of each prompt with its answer; collective.
 
     Args:
         engine: with `scalar=True`.

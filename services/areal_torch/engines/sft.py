@@ -20,7 +20,7 @@ def _loss(logprobs: Tensor, entropies: Tensor, batch: Batch) -> LossResult:
 
 
 def train_lm(engine: TrainEngine, batch: Batch) -> dict[str, float]:
-    """Take one step on the mean negative log-likelihood of the loss tokens of all ranks.
+    """Takes one step on the mean negative log-likelihood of the loss tokens of all ranks.
 
     Args:
         engine: has an optimizer.
@@ -33,7 +33,7 @@ def train_lm(engine: TrainEngine, batch: Batch) -> dict[str, float]:
 
 
 def evaluate_lm(engine: TrainEngine, batches: Batch | Iterable[Batch]) -> float:
-    """Return the mean negative log-likelihood of the loss tokens of all batches and ranks.
+    """Returns the mean negative log-likelihood of the loss tokens of all batches and ranks.
 
     Each token has the same weight, however the rows are cut into batches. Collective.
 
@@ -55,7 +55,7 @@ def evaluate_lm(engine: TrainEngine, batches: Batch | Iterable[Batch]) -> float:
 
 
 def pack_examples(examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
-    """Pack (prompt tokens, answer tokens) pairs; the loss is on the answers.
+    """Packs (prompt tokens, answer tokens) pairs; the loss is on the answers.
 
     Example:
         >>> pack_examples([([258, 55, 259], [56, 260])])["loss_mask"].tolist()

@@ -55,7 +55,7 @@ from areal_torch.training.ranks import gather_json
 
 
 def count_loss_tokens(batch: Batch) -> int:
-    """Return the number of loss tokens of a batch."""
+    """Returns the number of loss tokens of a batch."""
     return int(batch["loss_mask"].sum())
 
 
@@ -188,7 +188,7 @@ class TrainStep:
         weigh: LossWeightFn,
         head: Head,
     ) -> None:
-        """Add a micro-batch's gradients and statistics to what is gathered."""
+        """Adds a micro-batch's gradients and statistics to what is gathered."""
         assert self._gathered is not None
         so_far, weight = self._gathered, 0 if index is None else weigh(mb)
         with self._phases("forward"):
@@ -267,7 +267,7 @@ class TrainStep:
         return result
 
     def _forget(self) -> None:
-        """Drop what is gathered, after an error."""
+        """Drops what is gathered, after an error."""
         assert self.optimizer is not None
         self._gathered = None
         self._phases.take("forward", "backward", "optimizer")
@@ -283,7 +283,7 @@ class TrainStep:
         )
 
     def _note_skipped(self, batch: Batch, bad_logprobs: int, loss: float, grad_norm: float) -> None:
-        """Say on rank 0 why a step was skipped; end training where one after the other is."""
+        """Says on rank 0 why a step was skipped; ends training if several in a row are."""
         assert self._config.optimizer is not None
         self._skipped_in_a_row += 1
         found = gather_json(finite.find_cause(batch, bad_logprobs, loss))
@@ -302,7 +302,7 @@ class TrainStep:
             )
 
     def _optimizer_step(self, weight: float) -> tuple[Tensor, float]:
-        """Launch a step of gradients / weight, clipped; none if the weight is 0.
+        """Launches a step of gradients / weight, clipped; none if the weight is 0.
 
         Returns:
             The norm of gradients / weight, on the device, and the learning rate. The device skips
@@ -347,7 +347,7 @@ class TrainStep:
         return read, beside
 
     def _micro_batches(self, batch: Batch) -> list[tuple[list[int] | None, Batch]]:
-        """Split this rank's share into as many micro-batches as all ranks; a dummy has no index."""
+        """Splits this rank's share into as many micro-batches as all have; a dummy has no index."""
         spec = self._config.mb_spec
         count = spec.n_mbs
         # A larger smallest number can only make more bins: this ends at the largest number of bins

@@ -53,7 +53,7 @@ _SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that byte-level tokenizers use for each byte (GPT-2's table)."""
+    """Returns the character that byte-level tokenizers use for each byte (GPT-2's table)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, extra = [], 0
     for byte in range(256):
@@ -66,7 +66,7 @@ def _byte_characters() -> list[str]:
 
 
 def make_byte_tokenizer(more: tuple[str, ...] = (), texts: tuple[str, ...] = ()) -> Any:
-    """Make the 261-token `tokenizers.Tokenizer`; needs no torch.
+    """Makes the 261-token `tokenizers.Tokenizer`; needs no torch.
 
     Args:
         more: more special tokens.
@@ -90,7 +90,7 @@ def make_byte_tokenizer(more: tuple[str, ...] = (), texts: tuple[str, ...] = ())
 def save_tokenizer(
     directory: str | Path, *, sees: bool = False, texts: tuple[str, ...] = ()
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json (with the chat template); needs no torch.
+    """Writes tokenizer.json and tokenizer_config.json (with the chat template); needs no torch.
 
     Args:
         directory: created if missing.
@@ -128,7 +128,7 @@ def make_tiny_model(
     max_position_embeddings: int = 2048,
     texts: tuple[str, ...] = (),
 ) -> Path:
-    """Write a freshly initialized model and its tokenizer.
+    """Writes a freshly initialized model and its tokenizer.
 
     Args:
         directory: created if missing; its files are overwritten.
@@ -231,7 +231,7 @@ def _configured(architecture: str, common: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def make_tiny_seeing_model(directory: str | Path, *, seed: int = 0) -> Path:
-    """Write a freshly initialized Qwen2-VL: the tiny model's decoder with a small vision tower.
+    """Writes a freshly initialized Qwen2-VL: the tiny model's decoder with a small vision tower.
 
     Patches are 4 x 4 pixels, four of them make a token: an image of 16 x 16 pixels is 4 tokens.
 

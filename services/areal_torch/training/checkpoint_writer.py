@@ -163,7 +163,7 @@ class CheckpointWriter:
         )
 
     def waits(self) -> Iterator[Wait]:
-        """Returns the wait for a checkpoint that is being written, for the watchdog."""
+        """Yields the wait for a checkpoint that is being written, for the watchdog."""
         if (pending := self._pending) is not None:
             seconds = time.monotonic() - pending.since
             yield Wait("checkpoint", "this disk", seconds, f"step {pending.step}")

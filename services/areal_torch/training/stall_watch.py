@@ -73,7 +73,7 @@ class StallWatch:
             self._watching.join(2 * LOOK_S)
 
     def waits(self) -> Iterator[Wait]:
-        """Returns where the thread stands, once it has for a while; for the watchdog."""
+        """Yields where the thread stands, once it has for a while; for the watchdog."""
         if self._still_s >= _SHOWN_S:
             yield Wait("progress", "the training thread", self._still_s, _place(self._frame()))
 

@@ -107,7 +107,7 @@ class Gathering:
 
     @torch.no_grad()
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield, on rank 0, lists of (Hub name, whole tensor), as `save_pretrained` writes them.
+        """Yields, on rank 0, lists of (Hub name, whole tensor), as `save_pretrained` writes them.
 
         The tensors are new and on the model's device; the other tensors of the model's directory
         follow, on the CPU. Other ranks yield nothing: they send.
@@ -178,7 +178,7 @@ class Gathering:
         return buffer
 
     def _assembled(self, bucket: _Bucket, mine: Tensor | None) -> dict[str, Tensor]:
-        """Yields each tensor's name and the whole tensor, from the pieces of all ranks."""
+        """Returns each tensor's name and the whole tensor, from the pieces of all ranks."""
         device = _local(self._any(bucket)).device
         buffers = {
             rank: torch.empty(size, dtype=torch.uint8, device=device)
@@ -217,7 +217,7 @@ class Held:
 
     @classmethod
     def of(cls, hf: Any, source: Path, *, adapters: bool = False) -> Held:
-        """Read them from the model; collective, and not allowed during a forward pass."""
+        """Reads them from the model; collective, and not allowed during a forward pass."""
         live, steps = _exported(hf, adapters)
         names = [name for step in steps for name in step.names]
         mine = [_box(live[name]) for name in names]

@@ -68,7 +68,7 @@ class Exporter:
         """Seconds that `wait_gathered` has held up the training thread, in total."""
 
     def gathering(self, dtype: str | None, *, adapters: bool = False) -> Gathering:
-        """Return the current weights, or adapters, to gather, once no other export reads them."""
+        """Returns the current weights, or adapters, to gather, once no other export reads them."""
         self.wait_gathered()
         if adapters not in self._held:
             self._held[adapters] = Held.of(self._hf, self._source, adapters=adapters)
@@ -151,7 +151,7 @@ class Exporter:
         self.waited_s += time.monotonic() - since
 
     def _launch(self, work: Gathering, ready: Any, host: ToHost) -> Any:
-        """Gather all buckets and have them copied; returns a GPU's event after the last."""
+        """Gathers all buckets and have them copied; returns a GPU's event after the last."""
         with self.stream(ready):
             for bucket in work.buckets():
                 host.add(bucket)
@@ -163,7 +163,7 @@ class Exporter:
 
     @contextmanager
     def stream(self, ready: Any) -> Iterator[None]:
-        """Return this thread's own stream, which starts after `ready` of the training stream."""
+        """Returns this thread's own stream, which starts after `ready` of the training stream."""
         if ready is None:
             yield
             return
@@ -174,7 +174,7 @@ class Exporter:
             yield
 
     def tell(self, repeats: bool | None) -> bool:
-        """Broadcast from rank 0 whether there is a second gathering (other ranks pass None)."""
+        """Broadcasts from rank 0 whether there is a second gathering (other ranks pass None)."""
         if dist.get_world_size() == 1:
             return bool(repeats)
         word = torch.tensor([int(bool(repeats))])
@@ -182,7 +182,7 @@ class Exporter:
         return bool(word.item())
 
     def gathered(self) -> None:
-        """Note that the weights may change."""
+        """Notes that the weights may change."""
         self._gathered.set()
 
 

@@ -53,7 +53,7 @@ def freed_at_once() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
-    """Allocate memory for a meta model's own shards; their content is undefined until filled.
+    """Allocates memory for a meta model's own shards; their content is undefined until filled.
 
     Tied parameters stay tied, and buffers that have values (rotary frequencies) keep them.
 
@@ -86,7 +86,7 @@ def materialize(model: nn.Module, device: torch.device, parameters_on: torch.dev
 
 @torch.no_grad()
 def load_own(hf: Any, directory: Path) -> list[Any]:
-    """Read this rank's part of every tensor of a Hub directory.
+    """Reads this rank's part of every tensor of a Hub directory.
 
     Returns:
         transformers' conversions that were used; an export reverts them.
@@ -113,7 +113,7 @@ def load_own(hf: Any, directory: Path) -> list[Any]:
 
 @torch.no_grad()
 def draw_own(hf: Any, skeleton: Any, seed: int) -> None:
-    """Fill a model with random weights, the same for any number of ranks and any layout.
+    """Fills a model with random weights, the same for any number of ranks and any layout.
 
     Each module's weights are drawn whole, as transformers draws them, with a generator seeded with
     its name; then every rank takes its part.
@@ -145,7 +145,7 @@ def draw_own(hf: Any, skeleton: Any, seed: int) -> None:
 
 @torch.no_grad()
 def make_buffers(hf: Any) -> None:
-    """Compute the buffers that are not in a model's files: rotary frequencies, embedding scales.
+    """Computes the buffers that are not in a model's files: rotary frequencies, embedding scales.
 
     transformers does the same at the end of `from_pretrained`. A buffer may be a matter of its
     module or of one around it: Falcon-H1's decoder computes those of its layers.
@@ -176,7 +176,7 @@ def make_buffers(hf: Any) -> None:
 
 
 def _spoil(buffer: Tensor | None) -> None:
-    """Fill a buffer with a value that nothing computes."""
+    """Fills a buffer with a value that nothing computes."""
     assert buffer is not None
     if buffer.is_floating_point():
         buffer.fill_(float("nan"))
@@ -194,7 +194,7 @@ def _is_spoiled(buffer: Tensor | None) -> bool:
 
 
 def own_box(tensor: Tensor) -> tuple[slice, ...]:
-    """Return this rank's part of a tensor: a range of each dimension."""
+    """Returns this rank's part of a tensor: a range of each dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
@@ -204,7 +204,7 @@ def own_box(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the memory of that part."""
+    """Returns the memory of that part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -219,7 +219,7 @@ def _modules(module: nn.Module, prefix: str, owner: Any) -> Iterator[tuple[str, 
 
 
 def _replace(module: nn.Module, name: str, device: torch.device) -> None:
-    """Put zeros, or nothing on the meta device, in the place of a module's own tensor."""
+    """Puts zeros, or nothing on the meta device, in the place of a module's own tensor."""
     parameter = module._parameters.get(name)
     if parameter is not None:
         zeros = torch.zeros_like(parameter, device=device)

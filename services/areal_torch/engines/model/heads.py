@@ -45,7 +45,7 @@ class Head(Protocol):
     def read(
         self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
     ) -> tuple[Tensor, Tensor]:
-        """Read the head's values from hidden states.
+        """Reads the head's values from hidden states.
 
         Args:
             hf: the model; its parameters are whole.
@@ -130,7 +130,7 @@ class ScalarHead:
 def chosen_logprobs(
     hf: Any, hidden: Tensor, labels: Tensor, temperature: float, *, chunk_elements: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the same as `logprobs_of`, from hidden states [N, dim].
+    """Returns the same as `logprobs_of`, from hidden states [N, dim].
 
     Args:
         hf: transformers causal language model.
@@ -151,7 +151,7 @@ def chosen_logprobs(
 
 
 def logits_of(hf: Any, hidden: Tensor, matrix: Tensor | None = None) -> Tensor:
-    """Return the logits that logprobs are made of, float32 (float64) [N, vocabulary].
+    """Returns the logits that logprobs are made of, float32 (float64) [N, vocabulary].
 
     Args:
         hf: transformers causal language model.
@@ -166,7 +166,7 @@ def logits_of(hf: Any, hidden: Tensor, matrix: Tensor | None = None) -> Tensor:
 
 
 def wide_matrix(hf: Any) -> Tensor:
-    """Return the head's weight as it is multiplied; raises InvalidInput as `logits_of` does."""
+    """Returns the head's weight as it is multiplied; raises InvalidInput as `logits_of` does."""
     return _matrix(_parameters(hf)[0])
 
 
@@ -200,7 +200,7 @@ class _Transform:
         return cls(_logit_scale(config), cap, temperature)
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """Apply it in place."""
+        """Applies it in place."""
         if self.cap is None:
             return logits if self.factor == 1.0 else logits.mul_(self.factor)
         return logits.mul_(self.scale / self.cap).tanh_().mul_(self.cap / self.temperature)
@@ -211,7 +211,7 @@ class _Transform:
         return self.scale / self.temperature
 
     def slope_(self, transformed: Tensor) -> Tensor:
-        """Turn transformed logits into what a cap adds to that factor, in place."""
+        """Turns transformed logits into what a cap adds to that factor, in place."""
         assert self.cap is not None
         return transformed.mul_(self.temperature / self.cap).square_().neg_().add_(1.0)
 
@@ -322,7 +322,7 @@ def _logits(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor | None, change: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return total + change.T @ rows as `dtype`; the total is changed in place."""
+    """Returns total + change.T @ rows as `dtype`; the total is changed in place."""
     if not change.is_cuda:
         rows = rows.to(change.dtype)
     if dtype == change.dtype:
@@ -341,7 +341,7 @@ def _of_equal_ids(above: Tensor, ids: Tensor) -> Tensor:
 
 
 def _logit_scale(config: Any) -> float:
-    """Return the factor that the architecture puts on its logits."""
+    """Returns the factor that the architecture puts on its logits."""
     scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
     scaling = float(getattr(config, "logits_scaling", None) or 1.0)
     # Granite divides by it, HyperCLOVA X multiplies.
@@ -349,7 +349,7 @@ def _logit_scale(config: Any) -> float:
 
 
 def logprobs_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log_softmax(logits / temperature) at the labels, and the entropies without gradient.
+    """Returns log_softmax(logits / temperature) at the labels, and the entropies without gradient.
 
     The plain formula: what the self-test compares the head with.
 

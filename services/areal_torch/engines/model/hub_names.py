@@ -50,7 +50,7 @@ class Step:
 
     @torch.no_grad()
     def run(self, hf: Any, tensors: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-        """Convert the tensors.
+        """Converts the tensors.
 
         Args:
             hf: the model; some converters ask it for sizes.
@@ -76,13 +76,13 @@ class Step:
 
 
 def live_tensors(hf: Any) -> dict[str, Tensor]:
-    """Return the parameters and saved buffers by the model's own names; tied ones once."""
+    """Returns the parameters and saved buffers by the model's own names; tied ones once."""
     seconds = _tied(hf)
     return {name: tensor for name, tensor in _state(hf).items() if name not in seconds}
 
 
 def export_steps(hf: Any) -> list[Step]:
-    """Return the steps that convert `live_tensors` to a Hub directory's; the same on every rank.
+    """Returns the steps that convert `live_tensors` to a Hub directory's; the same on every rank.
 
     What was converted when the model was loaded is reverted, so that the names of its own directory
     come out again; a model made from a config alone gets its family's.
@@ -108,7 +108,7 @@ def export_steps(hf: Any) -> list[Step]:
 
 
 def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[Any]]:
-    """Return the steps that convert a Hub directory's tensors to `live_tensors`; check all first.
+    """Returns the steps that convert a Hub directory's tensors to `live_tensors`; checks all first.
 
     Returns:
         Steps that make every live tensor, and transformers' conversions that take part. What
@@ -150,7 +150,7 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
 
 
 def repeated(hf: Any, found: Shapes) -> dict[str, str]:
-    """Return the directory's second names of tied tensors -> the names that are read."""
+    """Returns the directory's second names of tied tensors -> the names that are read."""
     steps, _, _ = _targets(hf, found)
     return {
         steps[second].names[0]: steps[kept].names[0]
@@ -160,7 +160,7 @@ def repeated(hf: Any, found: Shapes) -> dict[str, str]:
 
 
 def bystanders(hf: Any, source: Path) -> list[str]:
-    """Return tensors of the model's directory that transformers knows but does not load.
+    """Returns tensors of the model's directory that transformers knows but does not load.
 
     Layers for speculative decoding, the tower for images beside a language model, old masks: a
     version without them would not be the model that servers started with.
@@ -214,7 +214,7 @@ def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], l
 
 
 def known_conversions(hf: Any) -> dict[bool, list[Any]]:
-    """Return how transformers converts a model's tensors: with what is legacy, and without.
+    """Returns how transformers converts a model's tensors: with what is legacy, and without.
 
     `source.build` notes it before FSDP shards any module. FSDP makes classes of its own, which
     transformers takes for custom code: it would leave out what it knows of a decoder within a
@@ -234,7 +234,7 @@ def _conversions(hf: Any, *, legacy: bool) -> list[Any]:
 
 
 def left_on_disk(hf: Any) -> frozenset[str]:
-    """Return the model's own names of the tensors of towers that `source.build` left out.
+    """Returns the model's own names of the tensors of towers that `source.build` left out.
 
     They are read from the directory wherever the model's tensors leave the trainer (`bystanders`).
     """

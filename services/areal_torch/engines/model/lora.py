@@ -33,7 +33,7 @@ _ADAPTER = "default"  # peft's own name of the only one
 
 
 def inject(hf: Any, config: LoraConfig, dtype: torch.dtype) -> None:
-    """Put adapters into a model on the meta device, and freeze the rest; `draw` fills them.
+    """Puts adapters into a model on the meta device, and freezes the rest; `draw` fills them.
 
     Args:
         hf: transformers model.
@@ -96,12 +96,12 @@ def _beyond(hf: Any) -> Iterator[str]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether `inject` was called on a model."""
+    """Returns whether `inject` was called on a model."""
     return any(True for _ in _adapted(module))
 
 
 def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters that a checkpoint holds: all, or only the adapters if there are any.
+    """Yields the parameters that a checkpoint holds: all, or only the adapters if there are any.
 
     The other parameters have not changed since they were loaded.
     """
@@ -113,7 +113,7 @@ def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @torch.no_grad()
 def draw(hf: Any, seed: int) -> None:
-    """Fill the adapters: A at random, as peft does, the same on any ranks in any layout; B with 0.
+    """Fills the adapters: A at random, as peft does, the same on any ranks in any layout; B with 0.
 
     Args:
         hf: the model; its tensors have memory.
@@ -163,7 +163,7 @@ class Delta:
 
 @torch.no_grad()
 def deltas(hf: Any) -> dict[str, Delta]:
-    """Return the deltas by the model's own name of each matrix; collective, empty without adapters.
+    """Returns the deltas by the model's own name of each matrix; collective; empty: no adapters.
 
     The A matrices of all layers are gathered: 80 MB for a model of 7 billion parameters at rank 16.
     """
@@ -176,7 +176,7 @@ def deltas(hf: Any) -> dict[str, Delta]:
 
 
 def published(hf: Any) -> dict[str, Tensor]:
-    """Return A and B of every layer, as this rank has them, by the names that peft reads."""
+    """Returns A and B of every layer, as this rank has them, by the names that peft reads."""
     return {
         f"{PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}": parameter
         for name, parameter in hf.named_parameters()
@@ -185,7 +185,7 @@ def published(hf: Any) -> dict[str, Tensor]:
 
 
 def trained_beside(hf: Any) -> list[str]:
-    """Return names of trained parameters that no adapter contains."""
+    """Returns names of trained parameters that no adapter contains."""
     return [n for n, p in hf.named_parameters() if p.requires_grad and ".lora_" not in n]
 
 
@@ -202,7 +202,7 @@ class Described:
         self._before: tuple[str, dict[str, Tensor]] = ("", {})
 
     def info(self, name: str, tensors: tuple[HostTensor, ...]) -> AdapterInfo:
-        """Return the description of one, whose name is `name`."""
+        """Returns the description of one, whose name is `name`."""
         scale = self._config.alpha / self._config.rank
         ups = {t.name: _values(t) for t in tensors if split_name(t.name)[1] == "B"}
         before, earlier = self._before
@@ -229,7 +229,7 @@ def _largest(tensors: list[Tensor]) -> float:
 
 
 def write(hf: Any, folder: Path, base: str) -> None:
-    """Write the adapters alone, as peft's `PeftModel.from_pretrained` reads them.
+    """Writes the adapters alone, as peft's `PeftModel.from_pretrained` reads them.
 
     Args:
         hf: the model, whole on this rank.

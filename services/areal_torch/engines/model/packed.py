@@ -38,7 +38,7 @@ class PackedCausalLM(nn.Module):
         boundaries: Mapping[type, str] | None = None,
         replays: bool = True,
     ) -> None:
-        """Wrap `hf`.
+        """Wraps `hf`.
 
         Args:
             hf: transformers causal language model.
@@ -71,11 +71,11 @@ class PackedCausalLM(nn.Module):
         self._placeholders = torch.tensor(guards.placeholders(hf.config), dtype=torch.int64)
 
     def check_images(self, batch: Batch, ranks_per_share: int) -> None:
-        """Refuse images that this model or layout would compute wrong; see `vision.check`."""
+        """Refuses images that this model or layout would compute wrong; see `vision.check`."""
         vision.check(self.hf, batch, ranks_per_share, self._placeholders)
 
     def check_tokens(self, batch: Batch) -> None:
-        """Refuse sequences that are longer than the model, and ids beyond its embedding.
+        """Refuses sequences that are longer than the model, and ids beyond its embedding.
 
         Raises:
             InvalidInput: Names the sequence, from 0.
@@ -96,7 +96,7 @@ class PackedCausalLM(nn.Module):
         )
 
     def plan(self, batch: Batch, *, share_prefixes: bool, least: float = 0.0) -> PackedLayout:
-        """Plan a micro-batch's computation, with what this model's kernels read."""
+        """Plans a micro-batch's computation, with what this model's kernels read."""
         buckets = self.kernel == PACKED or self.recurrent.by_length
         chunk = next(iter(chunk_sizes(self.hf.config.get_text_config())), None)
         return build_layout(
@@ -111,7 +111,7 @@ class PackedCausalLM(nn.Module):
         head: Head,
         seen: vision.Seen | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute what a head reads.
+        """Computes what a head reads.
 
         Args:
             batch: packed batch on the model's device.
@@ -172,7 +172,7 @@ class PackedCausalLM(nn.Module):
 
 
 def _spread(part: Tensor, found: Tensor, total: int) -> Tensor:
-    """Put a rank's rows in their places among all; the last counts nothing.
+    """Puts a rank's rows in their places among all; the last counts nothing.
 
     It lets a rank without any take part in the backward pass.
     """

@@ -47,7 +47,7 @@ _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 
 
 def modules_of(decoder: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, module) of each module that mixes tokens by its own code.
+    """Returns (name, module) of each module that mixes tokens by its own code.
 
     That is a convolution, a state, or attention to the keys that an indexer picks.
     """
@@ -63,7 +63,7 @@ def _convolves(module: nn.Module) -> bool:
 
 
 def kind_of(module: Any) -> str:
-    """Return what users call such a layer."""
+    """Returns what users call such a layer."""
     if is_indexed(module):
         return indexed.KIND
     own = {name.rpartition(".")[2] for name, _ in module.named_parameters()}
@@ -77,7 +77,7 @@ def kind_of(module: Any) -> str:
 
 
 def state_products(module: Any) -> int:
-    """Return the multiplications with the state that one token costs forward.
+    """Returns the multiplications with the state that one token costs forward.
 
     A delta rule reads the state, corrects it, and reads it again; others update it and read it.
     """
@@ -94,7 +94,7 @@ def state_products(module: Any) -> int:
 
 
 def float32_names(module: Any) -> list[str]:
-    """Return a recurrent module's own names of the parameters that stay in float32."""
+    """Returns a recurrent module's own names of the parameters that stay in float32."""
     delta = kind_of(module) == "gated delta rule"
     return [
         name
@@ -107,7 +107,7 @@ class RecurrentLayers:
     """A model's layers with a state or a convolution, told of each micro-batch's sequences."""
 
     def __init__(self, hf: Any, decoder: nn.Module, boundaries: Mapping[type, str]) -> None:
-        """Take over the forward of each.
+        """Takes over the forward of each.
 
         Args:
             hf: transformers causal language model, as `recompute_layers` leaves it.
@@ -166,7 +166,7 @@ class RecurrentLayers:
 
 
 def by_length(forward: Callable[..., Any], layout: PackedLayout, *args: Any, **kwargs: Any) -> Any:
-    """Compute a causal module on sequences, one a row.
+    """Computes a causal module on sequences, one a row.
 
     Args:
         forward: the module's own; its tensors [1, U, ...] get another shape, [rows, longest, ...].
@@ -189,7 +189,7 @@ def by_length(forward: Callable[..., Any], layout: PackedLayout, *args: Any, **k
 def with_boundaries(
     forward: Callable[..., Any], argument: str, layout: PackedLayout, *args: Any, **kwargs: Any
 ) -> Any:
-    """Compute a module on whole sequences end to end, telling its kernels where they begin.
+    """Computes a module on whole sequences end to end, telling its kernels where they begin.
 
     Args:
         forward: as for `by_length`.
@@ -246,7 +246,7 @@ def _joined(layout: PackedLayout, values: tuple[Any, ...]) -> Tensor | None:
 def choose(
     hf: Any, decoder: nn.Module, device: torch.device, compute: torch.dtype, *, trains: bool = True
 ) -> dict[type, str]:
-    """Return the classes of modules whose kernels heed boundaries on this device; logs it.
+    """Returns the classes of modules whose kernels heed boundaries on this device; logs it.
 
     Args:
         hf: transformers causal language model; its parameters may be on the meta device.
@@ -335,7 +335,7 @@ class _Trial:
         *,
         trains: bool = True,
     ) -> None:
-        """Make the copy.
+        """Makes the copy.
 
         Args:
             module: of a model whose forward was not taken over yet.
@@ -369,11 +369,11 @@ class _Trial:
         self._forward = tried.forward
 
     def plain(self) -> list[Tensor]:
-        """Return output and, if it trains, the input's gradient, [1, tokens, hidden], by length."""
+        """Returns output and, if training, the input's gradient, [1, tokens, hidden], by length."""
         return self._tried(by_length(self._forward, self._layout, self._x))
 
     def difference(self, argument: str) -> float:
-        """Return how far they are from `plain` if told the boundaries, as a part of their norm."""
+        """Returns how far they are from `plain` if told the boundaries, as a part of their norm."""
         told = with_boundaries(self._forward, argument, self._layout, self._x)
         # Of the worst sequence: a leak into a short one would drown in the long one's norm.
         return max(

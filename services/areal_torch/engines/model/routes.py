@@ -34,7 +34,7 @@ _MASKS = frozenset({torch.masked_fill, Tensor.masked_fill})
 
 
 def routers_of(hf: Any, decoder: nn.Module) -> dict[int, nn.Module]:
-    """Return the decoder's routers by the number of their layer; empty if it has none.
+    """Returns the decoder's routers by the number of their layer; empty if it has none.
 
     A router is a module that calls `topk` and has one matrix [experts, hidden]. A layer with two is
     one of a mixture of another kind, whose choices no server returns: such a model has none.
@@ -63,7 +63,7 @@ class Routes:
     """A model's routers, told of each micro-batch's routes."""
 
     def __init__(self, hf: Any, decoder: nn.Module) -> None:
-        """Take over the forward of each router.
+        """Takes over the forward of each router.
 
         Args:
             hf: transformers causal language model, as `recompute_layers` leaves it.
@@ -102,7 +102,7 @@ class Routes:
                 module._gradient_checkpointing_func = partial(self._recompute, run)
 
     def of(self, batch: Batch) -> Tensor | None:
-        """Return a batch's routes, int16 [T, layers, k]; None: it has none for this model."""
+        """Returns a batch's routes, int16 [T, layers, k]; None: it has none for this model."""
         routes = batch.get(ROUTES)
         if routes is None or self.off:
             return None
@@ -121,7 +121,7 @@ class Routes:
         return None
 
     def count(self, batch: Batch) -> tuple[int, int]:
-        """Return how many of a batch's tokens have a route, and how many sequences have none."""
+        """Returns how many of a batch's tokens have a route, and how many sequences have none."""
         sequences = len(batch["cu_seqlens"]) - 1
         routes = self.of(batch)
         if routes is None:
@@ -185,7 +185,7 @@ class Routes:
 
 
 def has_route(routes: Tensor) -> Tensor:
-    """Return which tokens have a route, bool [T], of routes [T, layers, k]."""
+    """Returns which tokens have a route, bool [T], of routes [T, layers, k]."""
     return (routes >= 0).flatten(1).all(1)
 
 
@@ -193,7 +193,7 @@ class _Choice(TorchFunctionMode):
     """Inside, `topk` over all experts returns the given ones, with the scores that they have."""
 
     def __init__(self, given: Tensor | None, experts: int) -> None:
-        """Take the experts of each token.
+        """Takes the experts of each token.
 
         Args:
             given: int64 [tokens, k]; a row with an expert that does not exist, or with one twice,

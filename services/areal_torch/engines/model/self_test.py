@@ -71,7 +71,7 @@ class SelfTest:
 
 
 def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype) -> SelfTest:
-    """Compare packed logprobs with those of each sequence alone; collective if it is sharded.
+    """Compares packed logprobs with those of each sequence alone; collective if it is sharded.
 
     Args:
         model: has its weights, on `device` or sharded; the test does not change them.
@@ -135,7 +135,7 @@ def _compare(
 
 
 def _test_routes(model: PackedCausalLM, batch: Batch, tolerance: float) -> None:
-    """Replay the routers' own choice, and another; a model that ignores either replays nothing."""
+    """Replays the routers' own choice, and another; a model that ignores either replays nothing."""
     routes = model.routes
     with routes.recorded() as chosen:
         free = _packed(model, batch)
@@ -161,7 +161,7 @@ def _test_routes(model: PackedCausalLM, batch: Batch, tolerance: float) -> None:
 
 
 def _batch(vocabulary: int, reserved: Sequence[int]) -> Batch:
-    """Make a batch of random tokens but those that stand for images or sounds."""
+    """Makes a batch of random tokens but those that stand for images or sounds."""
     generator = torch.Generator().manual_seed(0)
     other = next(token for token in range(vocabulary) if token not in reserved)
 
@@ -212,7 +212,7 @@ def _alone(model: PackedCausalLM, batch: Batch) -> Tensor:
 
 
 def _not_compiled() -> AbstractContextManager[Any]:
-    """Leave layers uncompiled that are called inside, also those that are recomputed."""
+    """Leaves layers uncompiled that are called inside, also those that are recomputed."""
     # Importing it takes seconds; without it nothing is compiled.
     loaded = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
@@ -239,7 +239,7 @@ def _project(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _first_layers(model: PackedCausalLM) -> Iterator[int]:
-    """Leave a big model its first layers only, inside the context; yields how many."""
+    """Leaves a big model its first layers only, inside the context; yields how many."""
     hf = model.hf
     layers = _layers_of(hf)
     small = sum(p.numel() for p in hf.parameters()) <= WHOLE
@@ -261,7 +261,7 @@ def _first_layers(model: PackedCausalLM) -> Iterator[int]:
 
 @contextmanager
 def _short_spans(hf: Any) -> Iterator[None]:
-    """Let chunks and steps be as short as the test's sequences need, inside the context."""
+    """Lets chunks and steps be as short as the test's sequences need, inside the context."""
     before: list[tuple[Any, str, int]] = []
     for owner in (hf.config.get_text_config(), *counting(decoder_of(hf))):
         for name in ("attention_chunk_size", "floor_scale"):

@@ -42,7 +42,7 @@ class TensorDirectory:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers.
+        """Reads the headers.
 
         Raises:
             InvalidInput: the directory has no safetensors weights, or some are missing.
@@ -66,7 +66,7 @@ class TensorDirectory:
         self._closing.close()
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Read a tensor, or a box of it: on the CPU, contiguous, in the file's dtype.
+        """Reads a tensor, or a box of it: on the CPU, contiguous, in the file's dtype.
 
         Args:
             name: the tensor's name.

@@ -41,17 +41,17 @@ class Seen:
     """The feature that stands at each of them, int64 [V]."""
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Seen:
-        """Return the same with each tensor moved, for example to a device."""
+        """Returns the same with each tensor moved, for example to a device."""
         return replace(self, **{name: move(value) for name, value in vars(self).items()})
 
 
 def sees(hf: Any) -> bool:
-    """Return whether a model can be trained on images."""
+    """Returns whether a model can be trained on images."""
     return hf.config.model_type in FAMILIES
 
 
 def blank(hf: Any, layout: PackedLayout) -> Seen:
-    """Return the smallest image, which fills no token.
+    """Returns the smallest image, which fills no token.
 
     With it the vision tower takes part in the collectives of a micro-batch without images while
     another rank's micro-batch has some.
@@ -71,7 +71,7 @@ def blank(hf: Any, layout: PackedLayout) -> Seen:
 
 
 def plan(hf: Any, batch: Batch, layout: PackedLayout) -> Seen:
-    """Plan where a micro-batch's images go, in host memory.
+    """Plans where a micro-batch's images go, in host memory.
 
     Args:
         hf: transformers model of one of FAMILIES.
@@ -110,7 +110,7 @@ def plan(hf: Any, batch: Batch, layout: PackedLayout) -> Seen:
 
 
 def image_tokens(hf: Any, batch: Batch) -> Tensor:
-    """Return which tokens of a batch an image stands for, bool [T]."""
+    """Returns which tokens of a batch an image stands for, bool [T]."""
     token: int = hf.config.image_token_id
     return batch["input_ids"].eq(token) & ~batch["loss_mask"]
 
@@ -137,7 +137,7 @@ def _per_sequence(hf: Any, batch: Batch, is_image: Tensor) -> tuple[list[int], T
 
 
 def embed(hf: Any, input_ids: Tensor, seen: Seen) -> tuple[dict[str, Any], Tensor]:
-    """Compute what the decoder takes instead of token ids.
+    """Computes what the decoder takes instead of token ids.
 
     Args:
         hf: transformers model of one of FAMILIES.
@@ -168,7 +168,7 @@ def _joined(layer: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def check(hf: Any, batch: Batch, ranks_per_share: int, placeholders: Tensor) -> None:
-    """Refuse images that would be computed wrong, and image tokens without an image.
+    """Refuses images that would be computed wrong, and image tokens without an image.
 
     Args:
         hf: transformers model.

@@ -46,7 +46,7 @@ def parallelize(
     *,
     offload: bool = False,
 ) -> None:
-    """Spread a model over ranks: matrices, experts and tokens; then shard the rest with FSDP.
+    """Spreads a model over ranks: matrices, experts and tokens; then shards the rest with FSDP.
 
     Its parameters may be on the meta device. Gradients are reduced in `master` and averaged over
     the ranks whose tokens differ. With `offload` the shards stay in host memory, and a layer is on

@@ -23,7 +23,7 @@ _NAMES_A_GPU = re.compile(r"\s*(\d|GPU-|MIG-)")
 
 
 def local_device(*, gpu: bool = False) -> torch.device:
-    """Return this rank's GPU, or the CPU where no GPU was asked for.
+    """Returns this rank's GPU, or the CPU where no GPU was asked for.
 
     Args:
         gpu: the configuration asks for one. `CUDA_VISIBLE_DEVICES` asks, too, if it names one.
@@ -61,7 +61,7 @@ def _why_no_gpu() -> str:
 
 
 def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
-    """Join the default process group unless someone has.
+    """Joins the default process group unless someone has.
 
     Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set) it is torchrun's group;
     otherwise a group of one, without network.
@@ -124,7 +124,7 @@ class Mesh:
 
 
 def new_group(ranks: Sequence[int], what: str, timeout_s: float, backend: str | None = None) -> Any:
-    """Make a group and connect its ranks; collective over the default group.
+    """Makes a group and connects its ranks; collective over the default group.
 
     Args:
         ranks: ranks of the group.
@@ -150,7 +150,7 @@ def new_group(ranks: Sequence[int], what: str, timeout_s: float, backend: str | 
 
 
 def make_mesh(layout: str, device: torch.device, timeout_s: float) -> Mesh:
-    """Make the groups of a layout; collective over the default group.
+    """Makes the groups of a layout; collective over the default group.
 
     Args:
         layout: as in `allocation_mode`; empty: a share for each rank.
@@ -223,7 +223,7 @@ def _group_of(parts: list[list[int]], what: str, timeout_s: float) -> Any:
 
 
 def to_host(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Read scalars, some of which may be on a device, in one transfer."""
+    """Reads scalars, some of which may be on a device, in one transfer."""
     there = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
     found = {name: float(value) for name, value in scalars.items() if name not in there}
     if there:
@@ -235,7 +235,7 @@ def to_host(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 def reduce_scalars(scalars: Mapping[str, Tensor | float], group: Any) -> dict[str, float]:
-    """Sum scalars over a group; names that end in `_max` are combined by maximum.
+    """Sums scalars over a group; names that end in `_max` are combined by maximum.
 
     Args:
         scalars: the same names on every rank.

@@ -25,7 +25,7 @@ _COMPUTED = frozenset({"colwise", "rowwise", _SUMMED})
 
 
 def spread_matrices(hf: Any, mesh: Mesh) -> None:
-    """Spread the layers' matrices over the tensor group.
+    """Spreads the layers' matrices over the tensor group.
 
     Raises:
         InvalidInput: the architecture has no plan, or one with a style that was never verified.
@@ -61,7 +61,7 @@ def spread_matrices(hf: Any, mesh: Mesh) -> None:
 
 
 def spread_experts(hf: Any, mesh: Mesh) -> list[nn.Module]:
-    """Spread whole experts over the expert group; returns the modules that hold them.
+    """Spreads whole experts over the expert group; returns the modules that hold them.
 
     Raises:
         InvalidInput: the architecture has no plan for it.
@@ -118,7 +118,7 @@ def _matching(hf: Any, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Add up the gradients of a norm that each rank of the group applies to its own heads.
+    """Adds up the gradients of a norm that each rank of the group applies to its own heads.
 
     transformers does it by a hook on the accumulated gradient, which would add up those of earlier
     micro-batches again, and which FSDP's parameters do not call.

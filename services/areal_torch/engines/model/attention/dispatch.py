@@ -52,7 +52,7 @@ _AMPERE, _HOPPER = 8, 9  # major compute capabilities
 
 
 def choose(hf: Any, wanted: str, device: torch.device, compute: torch.dtype) -> str:
-    """Return the attention kernel for a model; on a GPU, one that has been tried there.
+    """Returns the attention kernel for a model; on a GPU, one that has been tried there.
 
     With `auto` it is collective, because all ranks take the same kernel.
 
@@ -113,7 +113,7 @@ def _failure(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -
 
 
 def in_a_line(error: Exception) -> str:
-    """Return an error's message, with its type unless it is one of ours; at most 200 characters."""
+    """Returns an error's message, with its type unless it is ours; at most 200 characters."""
     text = " ".join(str(error).split())[:200]
     return text if isinstance(error, CannotStart) else f"{type(error).__name__}, {text}"
 
@@ -171,7 +171,7 @@ def _beyond(kernel: str, hf: Any) -> str | None:
 
 
 def registered_name(kernel: str) -> str:
-    """Register a kernel as an attention function of transformers; returns its name there."""
+    """Registers a kernel as an attention function of transformers; returns its name there."""
     from transformers import AttentionInterface
 
     # transformers takes any name with "flash" in it for one of its own.
@@ -181,7 +181,7 @@ def registered_name(kernel: str) -> str:
 
 
 def attention_function(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Attention:
-    """Return the attention function that an architecture calls, with its options.
+    """Returns the attention function that an architecture calls, with its options.
 
     Args:
         kernel: its name.
@@ -211,7 +211,7 @@ def attention_function(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Attentio
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Attend within each sequence.
+        """Attends within each sequence.
 
         Args:
             module: attention module, named in errors.
@@ -270,7 +270,7 @@ def _checked(
     sliding_window: int | None,
     others: dict[str, Any],
 ) -> PackedLayout:
-    """Return the module's layout, when nothing is asked for that the kernel does not compute."""
+    """Returns the module's layout, when nothing is asked for that the kernel does not compute."""
     name = type(module).__name__
     if layout is None:
         raise InvalidInput(

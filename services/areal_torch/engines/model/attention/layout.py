@@ -66,7 +66,7 @@ class PackedLayout:
         return max(self.lengths, default=0)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> PackedLayout:
-        """Return the same layout with each tensor moved, for example to a device."""
+        """Returns the same layout with each tensor moved, for example to a device."""
         return PackedLayout(
             computed=move(self.computed),
             locate=move(self.locate),
@@ -88,7 +88,7 @@ def build_layout(
     least: float = 0.0,
     chunk: int | None = None,
 ) -> PackedLayout:
-    """Plan the computation of a batch.
+    """Plans the computation of a batch.
 
     Args:
         batch: packed batch.
@@ -124,7 +124,7 @@ def build_layout(
 
 
 def _in_chunks(layout: PackedLayout, begins: Tensor) -> PackedLayout:
-    """Put chunks, which begin at some tokens of the batch, in the places of sequences.
+    """Puts chunks, which begin at some tokens of the batch, in the places of sequences.
 
     Those without any token that is computed there are left out: a prefix that is computed once
     attends once, but for its last chunk, if that continues in each sequence.
@@ -151,7 +151,7 @@ def _with_buckets(layout: PackedLayout) -> PackedLayout:
 
 
 def _prefix_leaders(batch: Batch, offsets: Tensor) -> Tensor:
-    """Map each token to its equal in its group's first sequence, as long as prefixes agree."""
+    """Maps each token to its equal in its group's first sequence, as long as prefixes agree."""
     ids, cu_seqlens = batch["input_ids"], batch["cu_seqlens"].long()
     owner = sequence_index(cu_seqlens)
     _, group = torch.unique(batch["group_index"], return_inverse=True)
@@ -171,7 +171,7 @@ def _prefix_leaders(batch: Batch, offsets: Tensor) -> Tensor:
 def _bucketize(
     cu_seqlens: Tensor, offsets: Tensor, locate: Tensor
 ) -> tuple[tuple[Bucket, ...], Tensor]:
-    """Cut sequences, longest first, into buckets that are at most about a quarter padding."""
+    """Cuts sequences, longest first, into buckets that are at most about a quarter padding."""
     lengths = cu_seqlens.diff()
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = lengths[order].tolist()

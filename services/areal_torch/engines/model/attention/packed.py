@@ -35,7 +35,7 @@ def packed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend within each sequence, to tokens up to the query's own.
+    """Attends within each sequence, to tokens up to the query's own.
 
     Args:
         query: [U, heads, head_dim].
@@ -79,7 +79,7 @@ def packed_attention(
 
 
 def _prepend_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put a token before each sequence whose score is the sink's and whose value is 0.
+    """Puts a token before each sequence whose score is the sink's and whose value is 0.
 
     One more dimension makes that score: every query holds its head's sink there, and only the
     first key a 1. The first query is there for the causal mask, which counts from the start.

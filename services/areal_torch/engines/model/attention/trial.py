@@ -46,7 +46,7 @@ class Shape:
 
 
 def shapes_of(config: Any) -> list[Shape]:
-    """Return what a model's layers ask of attention, from its config; none if it has no heads."""
+    """Returns what a model's layers ask of attention, from its config; none if it has no heads."""
     return list(dict.fromkeys(s for each in layer_configs(config) for s in _shapes_of(each)))
 
 
@@ -81,7 +81,7 @@ def difference(
     *,
     buckets: bool,
 ) -> str | None:
-    """Return how a kernel's results differ from the formula's; None if they agree.
+    """Returns how a kernel's results differ from the formula's; None if they agree.
 
     Args:
         attend: attention function, from `dispatch.attention_function`.

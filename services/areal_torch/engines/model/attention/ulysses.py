@@ -34,7 +34,7 @@ class Context:
         return dist.get_world_size(self.group)
 
     def own(self, tokens: int) -> tuple[int, int]:
-        """Return this rank's first token and its number of tokens; the last may exceed the end.
+        """Returns this rank's first token and its number of tokens; the last may exceed the end.
 
         Args:
             tokens: number of tokens in the micro-batch.
@@ -43,25 +43,25 @@ class Context:
         return dist.get_rank(self.group) * count, count
 
     def cut(self, values: Tensor) -> Tensor:
-        """Return this rank's part of a value per token [U], with zeros after the end."""
+        """Returns this rank's part of a value per token [U], with zeros after the end."""
         first, count = self.own(len(values))
         padding = count * self.size - len(values)
         return torch.nn.functional.pad(values, (0, padding))[first : first + count]
 
     def whole(self, part: Tensor) -> Tensor:
-        """Return the values of all ranks' tokens in order [U, ...], and what follows the end."""
+        """Returns the values of all ranks' tokens in order [U, ...], and what follows the end."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts)
 
     def sum_parts(self, part: Tensor) -> Tensor:
-        """Sum the values of all ranks; the gradient of the sum is that of each part."""
+        """Sums the values of all ranks; the gradient of the sum is that of each part."""
         apply: Callable[..., Tensor] = _SumOfParts.apply
         return apply(part, self.group)
 
 
 def across_ranks(attend: Attention) -> Attention:
-    """Make an attention function work on tokens that are spread over ranks.
+    """Makes an attention function work on tokens that are spread over ranks.
 
     Args:
         attend: takes [1, heads, U, dim] three times, returns [1, U, heads, dim].
@@ -95,7 +95,7 @@ def across_ranks(attend: Attention) -> Attention:
 
 
 def _swap(x: Tensor, split: int, join: int, context: Context) -> Tensor:
-    """Split one dimension over the ranks of the context, and join another that was split so."""
+    """Splits one dimension over the ranks of the context, and joins another that was split so."""
     apply: Callable[..., Tensor] = _AllToAll.apply
     return apply(x, split, join, context.group)
 

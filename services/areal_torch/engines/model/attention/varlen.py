@@ -56,7 +56,7 @@ seen to the left and right (-1: all), and the cap of the scores."""
 
 
 def bind(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Varlen:
-    """Look a kernel's function up, and read from its signature how to call it.
+    """Looks a kernel's function up, and reads from its signature how to call it.
 
     Args:
         kernel: its name.
@@ -92,7 +92,7 @@ def varlen_attention(
     *,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend within each sequence, to tokens up to the query's own.
+    """Attends within each sequence, to tokens up to the query's own.
 
     Args:
         call: from `bind`.
