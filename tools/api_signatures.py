@@ -344,7 +344,7 @@ def table(folder: Path) -> Table:
 
 
 def main() -> None:
-    """Writes the file."""
+    """Writes the table of signatures."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(temporary)
         written = {"versions": VERSIONS, "signatures": table(folder)}

@@ -68,7 +68,7 @@ def uses(folders: Iterable[Path]) -> list[Use]:
 
 
 class _Reader:
-    """Reads one file."""
+    """Reads the uses in one file."""
 
     def __init__(self, where: str, trains: bool) -> None:
         self._where = where

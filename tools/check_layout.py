@@ -48,7 +48,7 @@ TRANSPORTS = {"aiohttp", "fastapi", "grpc", "kubernetes", "nats", "redis", "star
 
 
 class Service:
-    """One service's folder."""
+    """The folder of one service."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

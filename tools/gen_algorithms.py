@@ -292,7 +292,7 @@ group. The overlong penalty does not affect the rejection, because the trainer a
 
 
 def shown(value: Any) -> str:
-    """As YAML has it."""
+    """Returns a value as YAML writes it."""
     return "null" if value is None else str(value).lower()
 
 
@@ -309,7 +309,7 @@ def row(check: Check) -> str:
 
 
 def page() -> str:
-    """Returns docs/algorithms.md."""
+    """Returns the text of docs/algorithms.md."""
     lines = [HEAD, "## Presets", "", "| `algorithm` | sets | formula | note |", "|---|---|---|---|"]
     for name, preset in PRESETS.items():
         title = preset.name
@@ -354,7 +354,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Writes the page."""
+    """Writes docs/algorithms.md."""
     TARGET.write_text(page())
     return 0
 

@@ -62,7 +62,7 @@ def section_of(hint: Any) -> type | None:
 
 
 def type_name(hint: Any) -> str:
-    """As one would write it in the dataclass, without module names."""
+    """Returns a type as the dataclass has it, without module names."""
     choices = [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal]
     if choices:
         null = " or null" if type(None) in get_args(hint) else ""
@@ -108,7 +108,7 @@ def tables(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def main() -> int:
-    """Writes the pages."""
+    """Writes all generated pages."""
     TARGET.write_text("\n\n".join([HEAD.rstrip(), "## top level", *tables(GRPOConfig)]) + "\n")
     pages = (
         gen_api,

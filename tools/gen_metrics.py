@@ -212,7 +212,7 @@ def service_table(metrics: list[Exported]) -> str:
 
 
 def page() -> str:
-    """Returns docs/metrics.md."""
+    """Returns the text of docs/metrics.md."""
     steps = [name for name in METRICS if name != "Evaluations"]
     parts = [HEAD.rstrip()]
     parts += [f"### {name}\n\n{step_table(name)}" for name in steps]
@@ -243,7 +243,7 @@ def trackers() -> str:
 
 
 def main() -> int:
-    """Writes the page."""
+    """Writes docs/metrics.md."""
     TARGET.write_text(page())
     return 0
 

@@ -157,7 +157,7 @@ def _gradients(hf: Any) -> dict[str, torch.Tensor]:
 
 
 def render(rows: list[Row]) -> str:
-    """The page."""
+    """Returns the text of docs/models.md."""
     import transformers
 
     def table(result: str, *, notes: str = "") -> list[str]:

@@ -32,7 +32,7 @@ _LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
 
 
 class Server:
-    """One server's state."""
+    """The state of one server."""
 
     def __init__(self, number: int, tokens_per_s: float, median: float, first: int) -> None:
         slow = 0.1 if number % 50 == 49 else 1.0
@@ -137,7 +137,7 @@ class Server:
 
 
 class Connection(asyncio.Protocol):
-    """As little HTTP as our clients speak: one request at a time."""
+    """Speaks as little HTTP as our clients need: one request at a time."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -71,14 +71,14 @@ class Meter:
         return bool(line)
 
     def done(self) -> None:
-        """Reports."""
+        """Reports the time and memory of a step."""
         wall, cpu = time.perf_counter() - self.marks[0], time.process_time() - self.marks[1]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.base
         print("STEP " + json.dumps({"seconds": wall, "cpu": cpu, "bytes": peak}), flush=True)
 
 
 def run_ours(case: str, model: Path) -> None:
-    """The packed engine."""
+    """Takes steps with the packed engine."""
     import numpy as np
 
     from areal.config.training import MicroBatchSpec, OptimizerConfig, PPOActorConfig
@@ -217,7 +217,7 @@ class Contender:
     """A process that takes a step when asked."""
 
     def __init__(self, python: str, name: str, case: str, model: Path) -> None:
-        """Starts it."""
+        """Starts the process of a contender."""
         self.name = name
         path = f"{REPOSITORY / 'services'}:{os.environ.get('PYTHONPATH', '')}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -240,7 +240,7 @@ class Contender:
         raise RuntimeError(f"{self.name} ended with code {self._process.wait(60)}")
 
     def end(self) -> None:
-        """Ends it."""
+        """Ends the process and waits for it."""
         self._process.communicate(timeout=60)
 
 
@@ -292,7 +292,7 @@ def profile(case: str, model: Path) -> None:
 
 
 def main() -> None:
-    """Runs."""
+    """Runs the contenders and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl", help="python of an environment with TRL; left out without it")
     parser.add_argument("--rounds", type=int, default=7)

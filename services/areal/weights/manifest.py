@@ -55,7 +55,7 @@ class WeightFile:
     """File name relative to the version's folder, without directories."""
     size_bytes: int
     digest: str
-    """xxh3-128, hex; see `tensor_file`."""
+    """xxh3-128, hex; see `areal.weights.safetensors.file_digest`."""
 
 
 @dataclass(frozen=True)

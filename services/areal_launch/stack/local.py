@@ -9,7 +9,7 @@
 |----------|-----------------|-----------------------------------|--------------------------------|
 | starting | ports, CPU      | each process up, servers SERVING  | probes; rollout.setup_timeout_s|
 | ready    | what it runs    | the trainer's end, or a failure   | exit 0, or a process given up  |
-|          |                 | commands (`control.py`)           | `areal scale`                  |
+|          |                 | commands (`control_socket.py`)    | `areal scale`                  |
 | stopping | its grace time  | each stage's processes            | their exit, or SIGKILL         |
 """
 
@@ -243,7 +243,7 @@ class LocalStack:
         return {n: p.pid for n, p in self.supervisor.processes.items() if p.pid}
 
     def leaders(self) -> dict[int, float]:
-        """Returns their pids and start times, as `tags.end_tagged` takes them."""
+        """Returns their pids and start times, as `descendants.end_tagged` takes them."""
         return {p.pid: p.spawned for p in self.supervisor.processes.values() if p.pid}
 
     async def _start_all(self, deadline: float) -> None:

@@ -36,8 +36,8 @@ _SERVICES = {
 }
 
 _MEMORY = "mem-fraction-static"
-_ROUTES = "enable-return-routed-experts"
 """SGLang's flag for the part of a GPU's free memory that weights and cache take."""
+_ROUTES = "enable-return-routed-experts"
 
 
 @dataclass

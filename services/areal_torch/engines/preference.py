@@ -69,8 +69,8 @@ class Preference:
 
         Args:
             engine: has an optimizer.
-            batch: this rank's share, from `pack_pairs`; all losses but SimPO need
-                reference_logprobs, float32 [T].
+            batch: this rank's share: pairs of sequences with the keys group_index and chosen. All
+                losses but SimPO need reference_logprobs, float32 [T].
 
         Returns:
             Statistics of `TrainEngine.train_batch`, over pairs; `accuracy` is the share of pairs

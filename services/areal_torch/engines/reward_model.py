@@ -34,7 +34,7 @@ def train_reward_model(engine: TrainEngine, batch: Batch) -> dict[str, float]:
 
     Args:
         engine: with an optimizer and `scalar=True`.
-        batch: this rank's share, of `pack_pairs`.
+        batch: this rank's share: pairs of sequences with the keys group_index and chosen.
 
     Returns:
         Statistics of `TrainEngine.train_batch`, over pairs; `accuracy` and `margin` as

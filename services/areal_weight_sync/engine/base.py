@@ -1,4 +1,4 @@
-"""What the coordinator asks of an inference server; `http_engine` says it in SGLang's words."""
+"""What the coordinator asks of an inference server; `http.py` sends it in SGLang's protocol."""
 
 from __future__ import annotations
 

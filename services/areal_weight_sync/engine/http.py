@@ -97,7 +97,7 @@ async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, *__: ob
 
 
 class HttpEngine:
-    """Speaks SGLang's HTTP protocol; see `engine.Engine`."""
+    """Speaks SGLang's HTTP protocol; see `areal_weight_sync.engine.base.Engine`."""
 
     def __init__(
         self,
