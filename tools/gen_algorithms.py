@@ -354,7 +354,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Writes docs/algorithms.md."""
+    """Writes the page docs/algorithms.md."""
     TARGET.write_text(page())
     return 0
 

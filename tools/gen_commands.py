@@ -67,7 +67,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Writes docs/commands.md."""
+    """Writes the page docs/commands.md."""
     TARGET.write_text(page())
     return 0
 

@@ -243,7 +243,7 @@ def trackers() -> str:
 
 
 def main() -> int:
-    """Writes docs/metrics.md."""
+    """Writes the page docs/metrics.md."""
     TARGET.write_text(page())
     return 0
 
