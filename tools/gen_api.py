@@ -1,4 +1,4 @@
-"""Writes the page docs/api.md from signatures and docstrings, which it parses without importing them.
+"""Writes docs/api.md from signatures and docstrings, which it parses without importing them.
 
 Public are the names of `areal.__all__`, the built-in rewards, the functions and classes of
 `areal.datasets`, and the errors. The entry of a class has its constructor, its fields, and its

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the page docs/models.md: every causal language model of transformers, tried with random weights.
+"""Writes docs/models.md: every causal language model of transformers, tried with random weights.
 
     PYTHONPATH=services python tools/gen_models.py [MODEL_TYPE ...]
 

@@ -11,8 +11,8 @@ RECORD_BYTES = 512
 ENDED_BYTES = 200
 """Bytes of a record after the task was trained on and released; measured: 185 for 16,000 tasks."""
 
-# Of Redis's own limit: above it Redis refuses every write, and then no commit could release
-# anything. What is left takes the next batch, which passes our limit, and what is not counted.
+# Share of Redis's own limit: above that limit Redis refuses every write, so no commit could free
+# memory. The rest is for the next batch, which may pass our limit, and for what is not counted.
 _OF_REDIS = 0.8
 
 

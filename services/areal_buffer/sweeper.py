@@ -27,7 +27,7 @@ from areal_buffer.records import MemoryGauge
 from areal_buffer.redis_store import RedisStore
 
 _SAMPLE_S = 1.0
-# A script ends after so many; full rounds are repeated at once.
+# A script handles at most this many; full rounds are repeated at once.
 _SWEEP_LIMIT = 500
 
 

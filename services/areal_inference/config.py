@@ -54,7 +54,7 @@ class InferenceConfig(BaseModel):
     max_total_tokens: int | None = Field(
         None, gt=0, description="Size of the KV cache in tokens [what fits in 1 GiB]."
     )
-    # A longer prompt goes alone.
+    # A longer prompt is prefilled alone.
     max_prefill_tokens: int = Field(
         4096,
         gt=0,

@@ -349,7 +349,7 @@ class Executor:
         if episode.stop is Stop.OVERDUE:
             return Return(ReturnCause.WORKFLOW_ERROR, *episode.overdue)
         if episode.stop is None:
-            # For drain, which has a deadline, and calls one after the other by cancelling them.
+            # For drain, which has a deadline and cancels one call after another.
             await self._settled.wait()
         return Return(
             ReturnCause.DRAIN, "the worker is draining", partial=lambda: self._journal(episode)

@@ -24,7 +24,7 @@ from areal_weight_sync.engine.base import Engine, EngineError, Fault
 
 # Below it, rounding to 16 bits may hide all that an adapter adds to a small model.
 _VISIBLE = 1e-5
-# Beside a request that came late, a GPU may round the same sums differently.
+# If another request runs as well, a GPU may round the same sums differently.
 _TRIES = 2
 _UNLOAD_S = 10.0
 

@@ -53,7 +53,7 @@ from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRec
 from areal_weight_sync.turns import LONGEST_LEASE_S, Turns, now
 from areal_weight_sync.versions import DigestCache, collect
 
-# As weight-sync is tested with; far more than one run has.
+# The number that weight-sync is tested with; far more than one run has.
 MOST_SERVERS = 10_000
 _HOLD_WAIT_S = 5.0
 _IDENTITY = attrgetter("version", "incarnation", "path")

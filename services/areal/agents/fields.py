@@ -13,7 +13,7 @@ from areal.types import SPLITS, TIMEOUTS, Score
 from areal.workflows.rendering import Message
 
 _PART = re.compile(r"[\w.-]{1,64}")
-# With the number as we write it: no leading zeros, and no digits of other scripts.
+# The number must be spelled as we write it: no leading zeros, only ASCII digits.
 _ANSWER = re.compile(r"(?:chatcmpl|cmpl|gen|msg|resp)-(.+)-(0|[1-9][0-9]{0,8})", re.DOTALL)
 _MAX_ITEMS = 1 << 16
 """Messages or tools: more than any model's context has room for, and quickly read."""

@@ -92,7 +92,7 @@ def _shown(earlier: Segments, prompt: str, same: int) -> str:
         if same < at and not where:
             where = f"in answer {answers}" if sampled else f"before answer {answers}"
             if sampled:
-                return where  # an assistant's message stands where the answer was
+                return where  # an assistant's message is where the answer was
         if sampled:
             shown = shown or bool(where and begin >= same and text.strip() in prompt[same:])
             answers += 1

@@ -24,7 +24,7 @@ from areal.chassis.process import open_files
 HEAD_WITHIN_S = 10.0
 # A process that stood still finds requests in a heap, and timers that are over: it reads first.
 _READ_FIRST_S = 0.5
-# Of all descriptors, for those that wait: calls in progress, files and peers need the others.
+# Waiting connections may take 1/4 of the descriptors: calls, files and peers need the others.
 _SHARE = 4
 # An idle connection of aiohttp, between two requests; clients of ours give it up before (15 s).
 IDLE_S = 30.0

@@ -164,7 +164,7 @@ async def _start_http(
         )
 
     async def livez(_: web.Request) -> web.Response:
-        # Also while the service starts, stands by or drains: only a process that hangs is silent.
+        # Answer also while the service starts, stands by or drains: only a hung process is silent.
         return web.json_response({"service": context.name, "alive": True})
 
     async def waits(_: web.Request) -> web.Response:

@@ -116,7 +116,7 @@ class CallPolicy:
     """Whether the same call may be made twice; one that may not is never tried again."""
 
 
-# By the name of the RPC.
+# Policies by the name of the RPC.
 Policies = Mapping[str, CallPolicy]
 
 

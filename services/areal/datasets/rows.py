@@ -95,7 +95,7 @@ def _from_revision(
     disable_progress_bars()
     try:
         info = HfApi().dataset_info(name, revision=revision, timeout=_ANSWER_S)
-        # Of .json files, which have many forms, the Hub's conversion is read.
+        # .json files have many forms, so the Hub's conversion of them is read instead.
         files = [e.rfilename for e in info.siblings or [] if not e.rfilename.endswith(".json")]
         inside = [each for each in files if config is None or config in PurePosixPath(each).parts]
         chosen = _of_split(inside, split, address)

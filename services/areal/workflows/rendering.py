@@ -158,7 +158,7 @@ class TemplateRenderer:
         if not ids or last is None or not self._tokenizer.is_special(ids[0]):
             return ids
         # An answer that was not cut has its end already. GLM's end is the next turn's first token,
-        # and there another end (<|endoftext|>) does not stand for it.
+        # and there another end (<|endoftext|>) cannot replace it.
         ended_otherwise = bool(close) and last in self._tokenizer.eos_token_ids
         return ids[1:] if ids[0] == last or ended_otherwise else ids
 

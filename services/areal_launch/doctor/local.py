@@ -52,7 +52,7 @@ _GIB = 1024**3
 _BASE_DISK, _BASE_MEMORY = 1 * _GIB, 1 * _GIB
 # An estimate so far above what there is would not fit if it were wrong by all of its error.
 _SURELY = 1.3
-# Of a GPU: what SGLang takes for weights and cache (--mem-fraction-static, which it chooses).
+# Share of a GPU that SGLang takes for weights and cache (it chooses --mem-fraction-static).
 _SERVERS_SHARE = 0.88
 _UNKNOWN_SIZE = "unknown until the model is there, because its config.json cannot be read yet"
 

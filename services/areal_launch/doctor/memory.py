@@ -106,7 +106,7 @@ def host(config: BaseExperimentConfig, shape: ModelShape, *, ranks: int) -> Need
     layout = parse_allocation(config.allocation_mode).layout
     element = BYTES[serving_dtype(config.model.dtype, Path(config.model.path), gpu=True)]
     matrix = shape.hidden * max(shape.vocabulary, shape.intermediate) // layout.per_copy
-    # Of the experts, gate and up are read and copied into one tensor.
+    # The experts' gate and up matrices are read and copied into one tensor.
     largest = max(matrix, 4 * shape.expert_parameters // 3)
     parts = {
         "loading": MASTER * largest * ranks,

@@ -20,7 +20,7 @@ import psutil
 from areal_launch.processes.probes import Probe
 
 PULSE_S = 2.0
-# No time counts for longer than this between two looks: then it is we who were paused.
+# Between two checks at most this much time counts; if more passed, this process was paused.
 _MOST_BETWEEN_S = 10.0
 
 

@@ -56,7 +56,7 @@ async def check_recipe(config: BaseExperimentConfig, *, model_later: str) -> lis
         config: Resolved, with its recipe.
         model_later: What brings the model when a run begins; "": it is there.
     """
-    # As torchrun gives them to a lone trainer; and a check is no run to record.
+    # The variables that torchrun sets for a single trainer; and a check is not a run to record.
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "WANDB_MODE": "disabled"}
     environment |= hidden_unless(config.stack.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="areal-check-") as name:

@@ -146,7 +146,7 @@ class SGLangClient:
 
     async def wait_ready(self, timeout: float) -> bool:
         """Whether any server takes traffic, after waiting up to `timeout` seconds for one."""
-        await self._connections.calm(timeout)  # a burst is spread: who would bring more waits
+        await self._connections.calm(timeout)  # a burst is spread: further requests wait
         if not len(self.table):
             await self.table.changed(timeout)
         return len(self.table) > 0
@@ -357,7 +357,7 @@ class SGLangClient:
                 raise
             if isinstance(error, asyncio.CancelledError) or scope.expired():
                 self._abort(server, rids)
-            # Of the server's: it lacks the adapter that it was listed with.
+            # The server is at fault if it lacks the adapter that it was listed with.
             lacks = isinstance(error, InvalidInput) and adapter and adapter in str(error)
             blamed = ServerError(str(error)) if lacks else error
             failure = self._judged(blamed, server, scope, deadline, began)
@@ -396,7 +396,7 @@ class SGLangClient:
         if isinstance(error, TimeoutError) and not scope.expired():  # aiohttp's own
             error = ServerError("no connection within 5 s")
         elif isinstance(error, TimeoutError):
-            if asyncio.get_running_loop().time() < deadline:  # not too late, but given up
+            if asyncio.get_running_loop().time() < deadline:  # not too late, but abandoned
                 return ServerError(f"request given up: {server.note}")
             hint = "rollout.request_timeout_s"
             error = WaitTimeout("its tokens", on=server.url, since=began, hint=hint)

@@ -16,7 +16,7 @@ from areal_torch.algorithms.packing import sequence_index
 
 MAX_LOG_RATIO = 20.0
 """e^20 = 4.9e8: far above any clip range or cap, far below what float32 and its squares hold."""
-# Of a range of 401: to a distance of 2e-16.
+# Each halves a range of 401; after 61, its width is 2e-16.
 _HALVINGS = 61
 
 

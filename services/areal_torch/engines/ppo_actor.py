@@ -128,15 +128,15 @@ class FSDPPPOActor:
         self._adapters = self._publishes_adapters()
         session.pair_cost = self.engine.step.work.pair_cost
         if session.resumed is not None:
-            # Until its first step, a resumed recipe draws what it drew in its first life.
+            # Until its first step, a resumed recipe draws the same numbers as at its first start.
             drawn = random_state.capture()
             self.engine.load_checkpoint(session.resumed.path)
             session.before_first_step = partial(random_state.restore, random_state.capture())
             random_state.restore(drawn)
         self.engine.set_version(session.step)
         if session.any_rank(session.rank == 0 and session.step > session.published_version):
-            # Its checkpoint was whole before the version had left, or Redis is a new one: no one
-            # serves, or knows of, the weights to continue from.
+            # The checkpoint was complete before the version was published, or Redis is new: nothing
+            # serves, or knows, the weights to continue from.
             self._publish(WeightUpdateMeta(), session.step)
             session.publishing.settle()
 

@@ -21,7 +21,7 @@ from areal.chassis.logging import get_logger
 from areal.types import LIVE_STATES, Purpose, Task, TaskState, WorkflowSpec
 from areal_torch.training.session import TrainerSession
 
-# The rate is that of the last so many batches' worth of ended tasks.
+# The rate covers as many ended tasks as this many batches have.
 _WINDOW_BATCHES = 4
 # Rows are queued for a rate of at least this; below it, refills within a batch do the rest.
 _LEAST_ACCEPTANCE = 0.05

@@ -76,7 +76,7 @@ def make_byte_tokenizer(more: tuple[str, ...] = (), texts: tuple[str, ...] = ())
 
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # As transformers' Qwen2Tokenizer does, which is what AutoTokenizer makes of this directory.
+    # Like transformers' Qwen2Tokenizer, which AutoTokenizer creates from this directory.
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

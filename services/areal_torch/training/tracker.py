@@ -149,7 +149,7 @@ class Mlflow:
         if known:
             self._client.update_run(self._run_id, status="RUNNING")
         else:
-            # Of a run's first start: MLflow's parameters cannot change.
+            # Only at a run's first start: MLflow's parameters cannot change.
             settings = [
                 entities.Param(key, str(value)) for key, value in _flat(settings_of(config)).items()
             ]

@@ -282,7 +282,7 @@ class HttpEngine:
             status, text = await self._read(path, source, deadline)
         except EngineError as error:
             message = f"this engine cannot download versions, and its sidecar failed: {error}"
-            if error.fault is Fault.TIMEOUT:  # it may have waited for who gives
+            if error.fault is Fault.TIMEOUT:  # it may have waited for the giver
                 raise EngineError(Fault.UPDATE_REFUSED, message) from None
             raise CannotPullError(message) from None
         self._check_accepted(path, status, text)

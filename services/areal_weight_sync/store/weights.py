@@ -115,7 +115,7 @@ class WeightStore:
                     f"{name}/{file.name}: digest {digest[:16]}…, expected {file.digest[:16]}…"
                 )
         declared = {file.name for file in manifest.files}
-        # Beside an adapter, the model's own files would say that it adds tokens.
+        # The model's own files beside an adapter would mean that it adds tokens.
         for source in companions(self._model) if manifest.adapter is None else ():
             if source.name not in declared:
                 shutil.copyfile(source, staging / source.name)

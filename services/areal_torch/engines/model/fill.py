@@ -26,7 +26,7 @@ from areal.errors import InvalidInput
 from areal_torch.engines.model import hub_names
 from areal_torch.engines.model.tensor_directory import TensorDirectory
 
-# Of malloc.h, and the values that glibc itself ends with.
+# Options of malloc.h, and the largest values that glibc itself would reach.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST = 32 << 20
 _GATHERED = 1 << 20

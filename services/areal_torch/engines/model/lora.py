@@ -124,7 +124,7 @@ def draw(hf: Any, seed: int) -> None:
         generator = torch.Generator().manual_seed(
             xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1
         )
-        # Of one precision and one device everywhere: then it is rounded.
+        # Drawn in one precision on one device everywhere, and rounded afterwards.
         whole = torch.empty(down.shape, dtype=torch.float32)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         fill.local(down).copy_(whole[fill.own_box(down)])

@@ -375,7 +375,7 @@ class _Trial:
     def difference(self, argument: str) -> float:
         """Returns how far they are from `plain` if told the boundaries, as a part of their norm."""
         told = with_boundaries(self._forward, argument, self._layout, self._x)
-        # Of the worst sequence: a leak into a short one would drown in the long one's norm.
+        # The worst sequence: a leak into a short one would be small beside a long one's norm.
         return max(
             float((found - expected)[:, a:b].float().norm() / expected[:, a:b].float().norm())
             for found, expected in zip(self._tried(told), self.plain(), strict=True)

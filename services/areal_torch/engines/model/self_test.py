@@ -47,7 +47,7 @@ bfloat16; a mask, a sink or a state that is wrong makes 1e-2 to 9."""
 # Models up to this many parameters are run whole.
 WHOLE = 50_000_000
 _FEWEST_LAYERS = 4
-# Of each group: the common prefix, then what each sequence adds.
+# For each group, the length of the common prefix, then what each sequence adds.
 _GROUPS = ((12, (8, 5)), (9, (11, 1)))
 # Chunks of attention, and the steps of queries' scales; no prefix above ends at a multiple.
 _SPAN = 5

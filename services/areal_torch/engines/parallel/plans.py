@@ -86,7 +86,7 @@ def spread_experts(hf: Any, mesh: Mesh) -> list[nn.Module]:
 
 
 def _check_version(letter: str, mesh: Mesh) -> None:
-    # Before 5.23 the functions lie in other modules, take other arguments, and know other styles.
+    # Before 5.23 the functions are in other modules, take other arguments, and know other styles.
     if older(found := installed("transformers"), PLANS_FROM):
         raise CannotStart(
             f"trainer layout '{mesh.layout}': {letter} needs transformers {PLANS_FROM}, and "

@@ -26,7 +26,7 @@ from areal_torch.engines.model.layer_types import layer_configs
 # One token, one block, and more than `packed` computes as one dense product.
 _LENGTHS = (1, 9, 70)
 _WINDOW = 5
-# Of the difference's norm to the result's. Rounding to bfloat16 makes about 0.005; a wrong mask or
+# Norm of the difference over the result's. bfloat16 rounding makes about 0.005; a wrong mask or
 # wrong keys make 0.1 and more.
 _TOLERANCE = 0.03
 
