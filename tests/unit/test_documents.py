@@ -14,6 +14,7 @@ DOCUMENTS = sorted(
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("services/**/README.md"),
+        *ROOT.glob("tools/**/*.md"),
     ]
 )
 _SYMBOL = re.compile(r"`([\w./-]+\.py)::([\w.]+)`")
