@@ -18,7 +18,7 @@ from areal_inference.decode.request import Request, SamplingParams
 from areal_inference.frontend import Frontend
 from areal_inference.http_api.requests import engine_error, guarded, json_response
 
-VERSION = "areal-inference-0.2.0"
+VERSION = "areal-inference-0.3.0"
 _HEALTH_GENERATE_S = 20.0
 
 
