@@ -163,7 +163,7 @@ class Service:
 
 
 def services(root: Path) -> list[Service]:
-    """All of them, but the command."""
+    """Returns all services except the command."""
     return [
         Service(folder)
         for folder in sorted((root / "services").glob("areal_*"))

@@ -157,7 +157,7 @@ def signature(node: Function, name: str = "", owner: str = "") -> str:
 
 
 def arguments(args: ast.arguments) -> Iterator[str]:
-    """Each argument as it was written."""
+    """Returns each argument as it was written."""
     plain = [*args.posonlyargs, *args.args]
     given: list[ast.expr | None] = [None] * (len(plain) - len(args.defaults)) + list(args.defaults)
     for argument, default in zip(plain, given, strict=True):
@@ -173,7 +173,7 @@ def arguments(args: ast.arguments) -> Iterator[str]:
 
 
 def doc_of(node: ast.ClassDef | Function, where: str) -> str:
-    """Its docstring as Markdown."""
+    """Returns the docstring as Markdown."""
     text = ast.get_docstring(node)
     if not text:
         raise SystemExit(f"{where}: a public name without a docstring")

@@ -20,7 +20,7 @@ _LAZY = "_EXPORTS"
 
 
 def known_modules(root: Path = ROOT) -> dict[str, Path]:
-    """Every module of ours by the dotted name under which files import it."""
+    """Returns every module of ours by the dotted name under which files import it."""
     found = modules(root / "services")
     for place in _PLACES[1:]:
         for name, file in modules(root / place).items():

@@ -30,9 +30,10 @@ would take as long again."""
 
 
 def _environment() -> dict[str, str]:
-    """Without secrets, for user code runs there; a collector's API key is one, too.
+    """Returns a worker's environment, without secrets: user code runs there.
 
-    What user code prints is written at once: the process may be ended at any time.
+    A collector's API key (OTEL_...) is a secret, too. What user code prints is written at once: the
+    process may be ended at any time.
     """
     known = without_secrets(os.environ)
     kept = {name: value for name, value in known.items() if not name.startswith("OTEL_")}

@@ -60,7 +60,7 @@ class Meter:
     """Waits for the word, takes the time of a step, and reports it on standard output."""
 
     def __init__(self) -> None:
-        """Before the first step."""
+        """Measures the memory before the first step."""
         self.base = resident()
         self.marks = (0.0, 0.0)
 

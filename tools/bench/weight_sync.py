@@ -133,7 +133,7 @@ class Servers:
         return self.wait()
 
     def wait(self) -> float:
-        """Until each has loaded; when the last one had (`time.perf_counter` is the machine's)."""
+        """Waits until each has loaded; returns when the last one had, by `time.perf_counter`."""
         return max(float(pipe.recv()) for pipe in self.pipes)
 
     def stop(self) -> None:

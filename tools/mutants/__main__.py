@@ -63,7 +63,7 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    """Every planted bug, in the file's order."""
+    """Returns every planted bug, in the file's order."""
     return [Mutant(**entry) for entry in yaml.safe_load(MUTANTS.read_text())]
 
 

@@ -70,7 +70,7 @@ class Kept:
         return self.input_ids[:first]
 
     def segments(self) -> Iterator[tuple[bool, list[int]]]:
-        """Its ids in turns: (whether the policy sampled them, ids)."""
+        """Returns its ids in turns: (whether the policy sampled them, ids)."""
         pairs = zip(self.loss_mask, self.input_ids, strict=True)
         for sampled, part in groupby(pairs, key=lambda pair: pair[0]):
             yield bool(sampled), [token for _, token in part]
@@ -158,7 +158,7 @@ class RolloutFolder:
         )
 
     def turns(self, one: Kept) -> list[dict[str, Any]]:
-        """Its stretches of given and of sampled tokens: `sampled`, `tokens` and `text` of each."""
+        """Returns its stretches of given and sampled tokens: `sampled`, `tokens`, `text`."""
         if one.turns is not None:
             return one.turns
         return [
