@@ -108,11 +108,11 @@ def errors(
     """Largest difference of a logprob, and relative difference of the gradient.
 
     Args:
-        hf: plain transformers model with eager attention, in eval(): one sequence at a time.
-        model: the same weights, packed.
-        seed: of the tokens.
-        given: of each group the tokens of its prefix, and what each sequence adds.
-        share_prefixes: compute a prefix once.
+        hf: Plain transformers model with eager attention, in eval(): one sequence at a time.
+        model: The same weights, packed.
+        seed: Of the tokens.
+        given: Of each group the tokens of its prefix, and what each sequence adds.
+        share_prefixes: Compute a prefix once.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = hf.config.get_text_config().vocab_size

@@ -188,7 +188,7 @@ def tiny_config(model_type: str) -> Any:
     """Returns the configuration of a tiny model.
 
     Raises:
-        NotTried: it is made of several models.
+        NotTried: It is made of several models.
     """
     from transformers import CONFIG_MAPPING
 
@@ -255,7 +255,7 @@ def tiny_model(model_type: str, seed: int) -> Any:
     """Returns a tiny model with weights large enough for errors to show, eager and in eval().
 
     Raises:
-        NotTried: it cannot be made tiny.
+        NotTried: It cannot be made tiny.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -28,7 +28,7 @@ def data_url(file: bytes) -> str:
     """Returns the bytes of an image's file as a data URL.
 
     Raises:
-        InvalidInput: the file is not a PNG, JPEG or WebP.
+        InvalidInput: The file is not a PNG, JPEG or WebP.
     """
     kind = next((kind for magic, kind in _KINDS if file.startswith(magic)), None)
     if kind is None:
@@ -69,7 +69,7 @@ def portable(value: Any) -> str:
     """Converts an image of a row to a value that JSON can hold.
 
     Args:
-        value: a PIL image, the bytes of an image's file, or its pathlib.Path.
+        value: A PIL image, the bytes of an image's file, or its pathlib.Path.
 
     Raises:
         TypeError: The value is none of these (JSON encoders expect this error).

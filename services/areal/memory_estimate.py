@@ -230,10 +230,10 @@ def layer_kernels(wanted: Kernels, kind: str, layout: Layout, *, gpu: bool) -> K
     """Returns what `auto` stands for, the same on every rank of one installation.
 
     Args:
-        wanted: as configured.
-        kind: the model's `model_type`.
-        layout: of the trainer's ranks.
-        gpu: layers compute on GPUs.
+        wanted: As configured.
+        kind: The model's `model_type`.
+        layout: Of the trainer's ranks.
+        gpu: Layers compute on GPUs.
     """
     if wanted != "auto":
         return wanted
@@ -248,10 +248,10 @@ def activation_bytes(
     """Returns bytes per token that each layer keeps, and that one recomputed layer needs.
 
     Args:
-        shape: the model's sizes.
+        shape: The model's sizes.
         element: bytes of the compute precision.
-        mode: what layers keep; if less than everything, one layer at a time is recomputed.
-        fused: norms and gates are one kernel each, by Liger or torch.compile.
+        mode: What layers keep; if less than everything, one layer at a time is recomputed.
+        fused: Norms and gates are one kernel each, by Liger or torch.compile.
     """
     # transformers' modules: per norm the float32 input, the normalized one and the output; queries,
     # keys, values before and after they are gathered by length; gate, up, their product, silu.
@@ -293,12 +293,12 @@ def trainer_rank(
     part of each layer, but are counted with all activations, which is an upper bound.
 
     Args:
-        engine: the trained model's settings.
-        shape: its sizes.
-        setting: ranks and tokens.
-        mode: from `choose`.
-        reference: a frozen model of the same sizes.
-        chunk: elements of the largest logits tensor; 0: the least.
+        engine: The trained model's settings.
+        shape: Its sizes.
+        setting: Ranks and tokens.
+        mode: From `choose`.
+        reference: A frozen model of the same sizes.
+        chunk: Elements of the largest logits tensor; 0: the least.
     """
     layout, gpu = setting.layout, setting.gpu
     ranks, element = layout.per_copy, BYTES[compute_dtype(engine, gpu=gpu)]
@@ -365,11 +365,11 @@ def choose(
     """Chooses what layers keep: as configured, or the fastest mode that fits.
 
     Args:
-        engine: the trained model's settings.
-        shape: its sizes; None: they are not known.
-        setting: ranks and tokens.
-        there: free bytes on the device; 0: not known.
-        reference: as for `trainer_rank`.
+        engine: The trained model's settings.
+        shape: Its sizes; None: they are not known.
+        setting: Ranks and tokens.
+        there: Free bytes on the device; 0: not known.
+        reference: As for `trainer_rank`.
     """
     chosen = engine.gradient_checkpointing
     if chosen is not None:

@@ -139,16 +139,16 @@ def parse_generate(
     """Checks a decoded /generate body and makes its requests.
 
     Args:
-        body: the decoded JSON value.
-        limits: limits of the running model.
-        encode: the tokenizer, or None when there is none.
-        see: makes patches of images; None: the model sees nothing.
-        constrain: compiles a grammar; None: this server has no constrained decoding.
-        adapters: those that are loaded, by name.
+        body: The decoded JSON value.
+        limits: Limits of the running model.
+        encode: The tokenizer, or None when there is none.
+        see: Makes patches of images; None: the model sees nothing.
+        constrain: Compiles a grammar; None: this server has no constrained decoding.
+        adapters: Those that are loaded, by name.
 
     Raises:
-        SchemaError: malformed.
-        RequestError: refused.
+        SchemaError: Malformed.
+        RequestError: Refused.
     """
     if not isinstance(body, dict):
         raise SchemaError("body: expected a JSON object")

@@ -90,7 +90,7 @@ class InferenceConfig(BaseModel):
         """Builds a config from a mapping such as the ``inference:`` section of a YAML file.
 
         Raises:
-            ConfigError: unknown key (with the nearest name), wrong type, value out of range, or
+            ConfigError: Unknown key (with the nearest name), wrong type, value out of range, or
                 model_path missing.
         """
         try:

@@ -38,9 +38,9 @@ class Frontend:
     """Everything a route needs. Created on the event loop, before the model is loaded.
 
     Args:
-        config: the server's configuration.
-        model: the checkpoint's config.json.
-        on_failure: called when the engine thread dies.
+        config: The server's configuration.
+        model: The checkpoint's config.json.
+        on_failure: Called when the engine thread dies.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Frontend:
         """The scheduler, for reading its state.
 
         Raises:
-            Unavailable: the model is still being loaded.
+            Unavailable: The model is still being loaded.
         """
         if self.engine.scheduler is None:
             raise Unavailable("server is starting: the model is being loaded")
@@ -183,7 +183,7 @@ class Frontend:
         """Hands the call's requests to the engine.
 
         Raises:
-            RequestError: a request id is in use.
+            RequestError: A request id is in use.
             Unavailable: starting, shutting down, failed, or too many requests queued.
         """
         self.check_health()
@@ -252,7 +252,7 @@ def read_model(config: InferenceConfig) -> ServedModel:
     """Reads what is to be served: for the fast decoder, or else for transformers.
 
     Raises:
-        ModelError: neither can, or the folder is no model's.
+        ModelError: Neither can, or the folder is no model's.
     """
     folder = Path(config.model_path)
     try:

@@ -36,8 +36,8 @@ class Driver:
         """Starts nothing yet.
 
         Args:
-            out: the file of lines; what the workers print is beside it, in `.log`.
-            miniature: tiny sizes.
+            out: The file of lines; what the workers print is beside it, in `.log`.
+            miniature: Tiny sizes.
         """
         self._out = out
         self._miniature = miniature

@@ -56,7 +56,7 @@ def run(row: Row, seed: int, folder: Path) -> dict[str, Any]:
     """Runs once, to the end.
 
     Raises:
-        RuntimeError: it failed, its packages are missing, or it took longer than LIMIT_S; the
+        RuntimeError: It failed, its packages are missing, or it took longer than LIMIT_S; the
             message ends with its last lines.
     """
     if row.packages and not (ROOT / row.packages).is_dir():

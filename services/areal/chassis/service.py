@@ -328,7 +328,7 @@ def run_service(
     """Runs as the `main` of every service: parses argv, serves until told to stop, exits.
 
     Args:
-        name: e.g. "buffer"; also in logs and metric names.
+        name: E.g. "buffer"; also in logs and metric names.
         read: Takes what the service needs from the experiment file.
         build: Makes the service's process; does no I/O.
     """

@@ -56,8 +56,8 @@ class Engine:
     """Runs a scheduler in its own thread; every method is called on the event loop.
 
     Args:
-        build: makes the scheduler (loads the model); runs in the engine's thread.
-        on_failure: called on the event loop when the thread dies of an exception.
+        build: Makes the scheduler (loads the model); runs in the engine's thread.
+        on_failure: Called on the event loop when the thread dies of an exception.
     """
 
     def __init__(self, build: Callable[[], Scheduler], on_failure: Callable[[Exception], None]):
@@ -83,7 +83,7 @@ class Engine:
         """Ends the thread after the step it is in.
 
         Raises:
-            EngineError: it did not end within `timeout` seconds.
+            EngineError: It did not end within `timeout` seconds.
         """
         with self._condition:
             self._stopping = True
@@ -112,14 +112,14 @@ class Engine:
         """Runs a command between two decode steps and returns its result.
 
         Args:
-            command: called with the scheduler, in the engine's thread.
-            timeout: seconds.
-            exclusive: wait until generation is paused, or everything accepted so far has
+            command: Called with the scheduler, in the engine's thread.
+            timeout: Seconds.
+            exclusive: Wait until generation is paused, or everything accepted so far has
                 finished; newer requests are held back meanwhile.
 
         Raises:
-            TimeoutError: the deadline passed; the message says what was waited for.
-            EngineError: the engine has stopped.
+            TimeoutError: The deadline passed; the message says what was waited for.
+            EngineError: The engine has stopped.
         """
         future: asyncio.Future[Any] = self._loop.create_future()
         with self._condition:

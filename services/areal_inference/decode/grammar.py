@@ -60,12 +60,12 @@ class Grammars:
         """Reads the vocabulary: half a second for one of 150,000.
 
         Args:
-            tokenizer: tokenizer.json.
-            vocab_size: of the model.
-            stop_ids: the tokens that end an answer.
+            tokenizer: Tokenizer.json.
+            vocab_size: Of the model.
+            stop_ids: The tokens that end an answer.
 
         Raises:
-            GrammarError: llguidance is not installed, or cannot read this tokenizer.
+            GrammarError: Llguidance is not installed, or cannot read this tokenizer.
         """
         try:
             import llguidance
@@ -86,11 +86,11 @@ class Grammars:
         """Returns the grammar at its start.
 
         Args:
-            kind: one of KINDS.
-            value: its value.
+            kind: One of KINDS.
+            value: Its value.
 
         Raises:
-            GrammarError: malformed, or it has something that is not supported.
+            GrammarError: Malformed, or it has something that is not supported.
         """
         matcher = self._library.LLMatcher
         try:

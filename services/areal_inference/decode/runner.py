@@ -79,11 +79,11 @@ class ModelRunner:
     """`scheduler.Runner` on a real model.
 
     Args:
-        model: the decoder.
-        cache: its KV cache.
-        max_total_tokens: most rows x row length the cache may grow to.
-        max_prefill_tokens: most tokens (padding included) of one prefill call.
-        seed: seed of the sampler; None: from the operating system.
+        model: The decoder.
+        cache: Its KV cache.
+        max_total_tokens: Most rows x row length the cache may grow to.
+        max_prefill_tokens: Most tokens (padding included) of one prefill call.
+        seed: Seed of the sampler; None: from the operating system.
     """
 
     def __init__(

@@ -62,12 +62,12 @@ def sample(
 
     Args:
         logits: [rows, vocab] float32; overwritten.
-        batch: settings of the same rows.
-        generated: tokens generated so far, per row.
-        generator: source of randomness for rows without a seed.
+        batch: Settings of the same rows.
+        generated: Tokens generated so far, per row.
+        generator: Source of randomness for rows without a seed.
 
     Returns:
-        tokens [rows] int64 and logprobs [rows] float32.
+        Tokens [rows] int64 and logprobs [rows] float32.
     """
     for row, minimum, stop_ids in batch.min_new_tokens:
         if generated[row] < minimum:

@@ -211,9 +211,9 @@ class Scheduler:
         """Uses new weights from the next step on.
 
         Args:
-            weights: weights for the runner to load.
-            version: its name; None keeps the name.
-            seconds: time that reading them took, for the metrics.
+            weights: Weights for the runner to load.
+            version: Its name; None keeps the name.
+            seconds: Time that reading them took, for the metrics.
         """
         self.runner.load(weights)
         self.unloaded = False

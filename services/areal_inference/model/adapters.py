@@ -61,14 +61,14 @@ def read_adapter(location: str, headers: Mapping[str, str], dtype: torch.dtype, 
     """Reads an adapter; blocking.
 
     Args:
-        location: a folder as peft writes it, or a published version in a store.
-        headers: those that a weight store requires.
-        dtype: to compute in.
-        most: highest rank.
+        location: A folder as peft writes it, or a published version in a store.
+        headers: Those that a weight store requires.
+        dtype: To compute in.
+        most: Highest rank.
 
     Raises:
-        InvalidInput: it is none, is damaged, or its rank is higher.
-        TransportError: the store is away, or refuses.
+        InvalidInput: It is none, is damaged, or its rank is higher.
+        TransportError: The store is away, or refuses.
     """
     if not (location.startswith("http://") or in_object_store(location)):
         return _read_folder(Path(location), dtype, most)
@@ -140,7 +140,7 @@ def fused(pairs: Pairs, config: ModelConfig) -> list[dict[str, Pair]]:
     """Returns the pairs of each layer by the matrix of `weights.LayerWeights` that they go with.
 
     Raises:
-        InvalidInput: the model has no such layer, or one of another shape.
+        InvalidInput: The model has no such layer, or one of another shape.
     """
     wide = config.num_heads * config.head_dim
     narrow = config.num_kv_heads * config.head_dim

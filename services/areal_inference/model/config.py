@@ -94,8 +94,8 @@ class ModelConfig(ServedModel):
         """Reads config.json (and the end-of-sequence ids of generation_config.json).
 
         Raises:
-            UnknownModel: unknown architecture, unsupported option.
-            ModelError: folder or file missing, or not a model's.
+            UnknownModel: Unknown architecture, unsupported option.
+            ModelError: Folder or file missing, or not a model's.
         """
         if not folder.is_dir():
             raise ModelError(f"model path {folder}: no such folder")

@@ -181,7 +181,7 @@ class PlainModel:
         """Gives the model its weights, and tries it.
 
         Raises:
-            InvalidInput: it is no causal language model with a linear head.
+            InvalidInput: It is no causal language model with a linear head.
         """
         self._skeleton = config.skeleton
         self._hf = config.skeleton.hf

@@ -27,9 +27,9 @@ class Model:
     """A decoder whose weights can be replaced between two calls.
 
     Args:
-        config: shapes.
-        weights: parameters, in one dtype.
-        max_length: longest sequence, in tokens; sizes the rotary table.
+        config: Shapes.
+        weights: Parameters, in one dtype.
+        max_length: Longest sequence, in tokens; sizes the rotary table.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, max_length: int):
@@ -53,12 +53,12 @@ class Model:
         """Writes the keys and values of whole prompts into cache rows.
 
         Args:
-            cache: has room for the longest sequence's positions in each row.
-            rows: cache row of each prompt.
-            sequences: token ids of each prompt, at least one of them not empty. They are padded on
+            cache: Has room for the longest sequence's positions in each row.
+            rows: Cache row of each prompt.
+            sequences: Token ids of each prompt, at least one of them not empty. They are padded on
                 the right (attention is causal, so padding only writes positions that are masked
                 until they are overwritten).
-            seen: the images of each prompt; empty: none has any.
+            seen: The images of each prompt; empty: none has any.
 
         Returns:
             Final hidden states [prompts, longest, hidden], normalized: `logits` takes them.
@@ -115,10 +115,10 @@ class Model:
         """Advances rows 0..n-1 by one token each.
 
         Args:
-            cache: has the first positions[i] positions of row i filled, and room for one more.
+            cache: Has the first positions[i] positions of row i filled, and room for one more.
             tokens: [n] int64, the token at positions[i].
             positions: [n] int64.
-            span: attend over this many positions, > max(positions).
+            span: Attend over this many positions, > max(positions).
             shifts: [n] int64, rotary positions less positions; None: they are the same.
 
         Returns:

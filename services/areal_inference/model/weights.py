@@ -224,20 +224,20 @@ def load_weights(
     not fit, or is damaged, and for all others, the whole snapshot is read.
 
     Args:
-        location: a folder with model.safetensors, or shards and model.safetensors.index.json; or
+        location: A folder with model.safetensors, or shards and model.safetensors.index.json; or
             a version of a weight store, http://host:port/versions/NAME.
-        config: the running model; names and shapes must be exactly its own.
-        dtype: the model's type; floating-point checkpoints of another type are rounded to it.
-        storage: type and order in memory of a new set; None: `dtype`, [in, out].
-        headers: for the weight store: the bearer token.
-        spare: a set that no one uses any more, to be filled; None: a new one.
-        held: the set in use, only read.
-        source: opened source at `location`; None: it is opened here.
+        config: The running model; names and shapes must be exactly its own.
+        dtype: The model's type; floating-point checkpoints of another type are rounded to it.
+        storage: Type and order in memory of a new set; None: `dtype`, [in, out].
+        headers: For the weight store: the bearer token.
+        spare: A set that no one uses any more, to be filled; None: a new one.
+        held: The set in use, only read.
+        source: Opened source at `location`; None: it is opened here.
 
     Raises:
-        WeightError: file missing or broken, tensor missing, unknown, wrong-shaped, not a float, not
+        WeightError: File missing or broken, tensor missing, unknown, wrong-shaped, not a float, not
             finite, or not the one that the manifest names.
-        TransportError: the weight store is away or sends other bytes than asked for.
+        TransportError: The weight store is away or sends other bytes than asked for.
     """
     expected = model_shapes(config)
     if spare is None and isinstance(config, ModelConfig):

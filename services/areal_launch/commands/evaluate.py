@@ -63,7 +63,7 @@ def evaluate_recipe(
         recipe: Its `main` evaluates before it asks for its first batch.
         config: The experiment file; None: the one beside the recipe.
         overrides: Of the experiment file.
-        checkpoint: best, latest, a step, or start (`model.path`); "": latest, or start if
+        checkpoint: Best, latest, a step, or start (`model.path`); "": latest, or start if
             `model.path` is among the overrides.
         against: The same, for the policy to compare with; "": none.
         as_json: Whether to print JSON Lines.

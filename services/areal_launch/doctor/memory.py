@@ -45,10 +45,10 @@ def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int
     """Returns the memory that one trainer rank needs at its peak, on its device.
 
     Args:
-        config: the experiment's configuration.
-        shape: the model's sizes.
-        gpu: it has one.
-        there: free bytes of its device; 0: not known.
+        config: The experiment's configuration.
+        shape: The model's sizes.
+        gpu: It has one.
+        there: Free bytes of its device; 0: not known.
     """
     actor = config.actor
     layout = parse_allocation(config.allocation_mode).layout

@@ -43,7 +43,7 @@ def build_summary(
     """Puts the summary together; what is unknown is null, never left out.
 
     Args:
-        status: finished, interrupted or failed.
+        status: Finished, interrupted or failed.
         rows: Rows of metrics.jsonl.
         results: Content of trainer.json; every key is copied.
         snapshot: The stack just before it was stopped.

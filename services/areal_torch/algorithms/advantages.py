@@ -169,10 +169,10 @@ def shape_scores(
     for truncated sequences if `mask_no_eos_with_zero`.
 
     Args:
-        batch: needs rewards, loss_mask, cu_seqlens, group_index (and truncated for
+        batch: Needs rewards, loss_mask, cu_seqlens, group_index (and truncated for
             `mask_no_eos_with_zero`).
-        config: the reward_* and overlong_* fields.
-        process_group: data-parallel group for batch-level normalization, or None.
+        config: The reward_* and overlong_* fields.
+        process_group: Data-parallel group for batch-level normalization, or None.
 
     Returns:
         Shaped scores, and their slopes: what a reward added to a sequence, all others and the

@@ -44,7 +44,7 @@ def behavior_weight(
         proximal_logprobs: float [T].
         behavior_logprobs: float [T].
         loss_mask: bool [T].
-        cap: largest weight; None: any.
+        cap: Largest weight; None: any.
         mode: `token_mask` and `sequence_mask` leave out what is above the cap, `token_truncate` and
             `sequence_truncate` give it the cap as weight.
         cu_seqlens: int [S+1]; used by the sequence modes, which need it.
@@ -90,8 +90,8 @@ def second_moment_mask(
         policy_logprobs: float [T], just before the optimizer step.
         behavior_logprobs: float [T].
         loss_mask: bool [T].
-        threshold: upper bound for the mean over the kept tokens.
-        process_group: data-parallel group, or None.
+        threshold: Upper bound for the mean over the kept tokens.
+        process_group: Data-parallel group, or None.
 
     Returns:
         Bool [T], false off the mask.
@@ -136,12 +136,12 @@ def mismatch(
     Its logprobs are expected to differ, and `behavior_weight` corrects for that.
 
     Args:
-        policy_logprobs: logprobs under the weights `version`, [T].
-        behavior_logprobs: the server's, [T].
-        token_versions: the sampler's versions, [T]; any number where not sampled.
-        loss_mask: the sampled tokens, [T] bool.
-        cu_seqlens: bounds of the packed sequences, [n + 1].
-        version: the trainer's, before the update.
+        policy_logprobs: Logprobs under the weights `version`, [T].
+        behavior_logprobs: The server's, [T].
+        token_versions: The sampler's versions, [T]; any number where not sampled.
+        loss_mask: The sampled tokens, [T] bool.
+        cu_seqlens: Bounds of the packed sequences, [n + 1].
+        version: The trainer's, before the update.
 
     Returns:
         Sums over the tokens compared: `mismatch_kl` (of sampler || trainer, r - 1 - log r with

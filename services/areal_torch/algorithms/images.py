@@ -39,7 +39,7 @@ def check_images(batch: dict[str, Tensor]) -> None:
     """Checks the image keys of a batch against each other.
 
     Raises:
-        InvalidInput: one is missing or has another shape than the others say.
+        InvalidInput: One is missing or has another shape than the others say.
     """
     found = IMAGE_KEYS & batch.keys()
     if not found:

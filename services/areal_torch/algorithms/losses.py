@@ -118,9 +118,9 @@ def token_weights(
         loss_mask: bool [T].
         cu_seqlens: int [S+1].
         aggregation: `sequence_mean` or `constant`.
-        tokens: loss tokens of all ranks' shares of the minibatch: the engine's divisor.
-        sequences: sequences with loss tokens of all ranks' shares.
-        max_tokens: the constant.
+        tokens: Loss tokens of all ranks' shares of the minibatch: the engine's divisor.
+        sequences: Sequences with loss tokens of all ranks' shares.
+        max_tokens: The constant.
 
     Returns:
         Float64 [T], 0 off the mask.
@@ -160,9 +160,9 @@ def ppo_actor_loss(
         proximal_logprobs: float [T].
         advantages: float [T].
         loss_mask: bool [T].
-        eps_clip: lower (and default upper) clip range.
-        eps_clip_higher: upper clip range.
-        c_clip: dual clip, > 1; None: off.
+        eps_clip: Lower (and default upper) clip range.
+        eps_clip_higher: Upper clip range.
+        c_clip: Dual clip, > 1; None: off.
 
     Returns:
         Loss of each token, [T], and statistics.
@@ -321,7 +321,7 @@ def value_loss(
         center_values: float [T], those at the start of the update.
         returns: float [T].
         loss_mask: bool [T].
-        eps_clip: beyond this distance from the center a value has no gradient towards the return.
+        eps_clip: Beyond this distance from the center a value has no gradient towards the return.
 
     Returns:
         The sum over tokens with `loss_mask`; statistic `clip_ratio`.

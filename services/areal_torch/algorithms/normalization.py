@@ -27,7 +27,7 @@ def masked_mean_std(
     """Returns mean and standard deviation of the masked values on all ranks.
 
     Args:
-        values: any shape.
+        values: Any shape.
         mask: bool, the shape of `values`.
         process_group: torch.distributed group to sum over; None: this process alone.
 
@@ -53,7 +53,7 @@ def normalize_tokens(
         values: float [T].
         mask: bool [T].
         norm: MEAN/STD.
-        process_group: data-parallel group, or None.
+        process_group: Data-parallel group, or None.
 
     Returns:
         A tensor of the shape and dtype of `values`.
@@ -87,7 +87,7 @@ def center_and_scale(
         scores: float [S].
         group_index: int64 [S]; any integers, groups need not be contiguous.
         norm: MEAN/STD.
-        process_group: data-parallel group for `batch` levels, or None. Groups never span ranks.
+        process_group: Data-parallel group for `batch` levels, or None. Groups never span ranks.
 
     Returns:
         Center and scale (> 0, 1e-5 included), float64 [S] each.

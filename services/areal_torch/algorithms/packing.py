@@ -109,12 +109,12 @@ def pack(sequences: Sequence[Mapping[str, Any]], group_index: Sequence[int] | No
     """Joins sequences into one batch.
 
     Args:
-        sequences: each maps token keys to 1-D tensors or lists of one length; all have the same
+        sequences: Each maps token keys to 1-D tensors or lists of one length; all have the same
             keys.
-        group_index: group of each sequence; default: each sequence is a group of its own.
+        group_index: Group of each sequence; default: each sequence is a group of its own.
 
     Raises:
-        InvalidInput: no sequences, differing keys, or differing lengths within a sequence.
+        InvalidInput: No sequences, differing keys, or differing lengths within a sequence.
     """
     if not sequences:
         raise InvalidInput("sequences=[]: expected at least one sequence to pack")
@@ -215,7 +215,7 @@ def check_batch(batch: Batch) -> None:
     """Checks the shapes of a batch.
 
     Raises:
-        InvalidInput: a required key is missing, or a tensor's length contradicts `cu_seqlens`; the
+        InvalidInput: A required key is missing, or a tensor's length contradicts `cu_seqlens`; the
             message names the key, its shape and the expected one.
     """
     for key in ("cu_seqlens", "group_index", "input_ids", "loss_mask"):
@@ -297,8 +297,8 @@ def cost(lengths: Sequence[int], pair_cost: float) -> float:
     """Returns the cost of computing sequences, in tokens.
 
     Args:
-        lengths: tokens of each sequence.
-        pair_cost: attention cost of a pair of tokens in one sequence, divided by the other cost of
+        lengths: Tokens of each sequence.
+        pair_cost: Attention cost of a pair of tokens in one sequence, divided by the other cost of
             a token; about 1 / (12 x hidden size).
     """
     return sum(length + pair_cost * length * length for length in lengths)
@@ -308,8 +308,8 @@ def assign_groups(lengths: Sequence[float], world_size: int) -> list[list[int]]:
     """Deals groups to ranks so that their costs are balanced (longest processing time first).
 
     Args:
-        lengths: tokens of each group, or its `cost`.
-        world_size: number of ranks.
+        lengths: Tokens of each group, or its `cost`.
+        world_size: Number of ranks.
 
     Returns:
         For each rank the ascending indices of its groups. Deterministic: every rank computes the
@@ -357,11 +357,11 @@ def split_micro_batches(
     of micro-batches with balanced costs, if such a deal fits the budget.
 
     Args:
-        batch: the batch.
-        max_tokens: token budget; a longer sequence, or pair, forms a micro-batch of its own.
-        min_count: smallest number of micro-batches (fewer only if there are fewer sequences, or
+        batch: The batch.
+        max_tokens: Token budget; a longer sequence, or pair, forms a micro-batch of its own.
+        min_count: Smallest number of micro-batches (fewer only if there are fewer sequences, or
             with pairs, which are not split further).
-        pair_cost: see `cost`.
+        pair_cost: See `cost`.
 
     Returns:
         For each micro-batch the ascending indices of its sequences; deterministic, none empty. The

@@ -40,7 +40,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) ->
     k3 = exp(-d) - 1 + d; each clamped to +-10.
 
     Raises:
-        InvalidInput: unknown estimator.
+        InvalidInput: Unknown estimator.
     """
     d = (logprobs - reference_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":

@@ -29,8 +29,8 @@ def answer_logprobs(logprobs: Tensor, batch: Batch, *, mean: bool) -> Tensor:
 
     Args:
         logprobs: [T], 0 outside the loss mask or not.
-        batch: needs loss_mask and cu_seqlens.
-        mean: divide by the number of loss tokens.
+        batch: Needs loss_mask and cu_seqlens.
+        mean: Divide by the number of loss tokens.
 
     Returns:
         [S], with the gradient of `logprobs`.
@@ -49,7 +49,7 @@ def pair_margins(scores: Tensor, batch: Batch) -> Tensor:
 
     Args:
         scores: [S].
-        batch: needs group_index, the two answers of a pair beside each other, and chosen.
+        batch: Needs group_index, the two answers of a pair beside each other, and chosen.
 
     Returns:
         [P], in the order of the pairs.

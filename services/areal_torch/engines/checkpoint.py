@@ -64,12 +64,12 @@ def save(
     """Writes a checkpoint; collective over `process_group`, which is used for nothing else.
 
     Args:
-        directory: its folder.
-        tensors: from `tensors_of`.
-        state: the content of `trainer_state.json`.
-        process_group: of all ranks, for CPU tensors.
-        background: write a copy in a thread; at most one at a time.
-        stager: from `stager_for`, to copy with; None: into new memory.
+        directory: Its folder.
+        tensors: From `tensors_of`.
+        state: The content of `trainer_state.json`.
+        process_group: Of all ranks, for CPU tensors.
+        background: Write a copy in a thread; at most one at a time.
+        stager: From `stager_for`, to copy with; None: into new memory.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if dist.get_rank(process_group) == 0:
@@ -114,7 +114,7 @@ def holds_scalar_model(directory: Path) -> bool:
     """Returns whether its model has a scalar head, like a reward model.
 
     Raises:
-        InvalidInput: the checkpoint is incomplete.
+        InvalidInput: The checkpoint is incomplete.
     """
     return "model.hf.score.weight" in _saved(directory)
 
@@ -138,7 +138,7 @@ def load(
         The content of `trainer_state.json`.
 
     Raises:
-        InvalidInput: the checkpoint is incomplete, or belongs to another model.
+        InvalidInput: The checkpoint is incomplete, or belongs to another model.
     """
     saved = _saved(directory)
     state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text("utf-8"))

@@ -42,8 +42,8 @@ def top_k_kl(student: Tensor, teacher: Tensor, direction: Literal["forward", "re
     rest, for both.
 
     Args:
-        student: logprobs [N, k], with gradient.
-        teacher: logprobs [N, k]; -inf: ruled out.
+        student: Logprobs [N, k], with gradient.
+        teacher: Logprobs [N, k]; -inf: ruled out.
         direction: `forward`, KL(teacher || student), or `reverse`, KL(student || teacher).
 
     Returns:
@@ -87,14 +87,14 @@ class Distillation:
         """Takes one step on the mean KL of all ranks' loss tokens; collective.
 
         Args:
-            student: with an optimizer.
-            batch: this rank's share, after `ask`.
+            student: With an optimizer.
+            batch: This rank's share, after `ask`.
 
         Returns:
             Statistics of `TrainEngine.train_batch`; `loss` is the mean KL of a token.
 
         Raises:
-            InvalidInput: the teacher was not asked.
+            InvalidInput: The teacher was not asked.
         """
         if "teacher_ids" not in batch:
             raise InvalidInput("batch has no 'teacher_ids': expected Distillation.ask() first")

@@ -30,7 +30,7 @@ def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> No
     A relative model.path is relative to `start`, the folder in which the run was started.
 
     Raises:
-        InvalidInput: the model or the checkpoint cannot be read.
+        InvalidInput: The model or the checkpoint cannot be read.
     """
     config = load_service_config(config_file)
     scalar = holds_scalar_model(checkpoint)
@@ -70,10 +70,10 @@ def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]], *, sc
     """Returns the model card: where the weights come from, and how they were evaluated.
 
     Args:
-        config: the run's.
-        step: the checkpoint's step.
-        evaluations: those of the run; the card has those of this step.
-        scalar: the model returns one number, like a reward model.
+        config: The run's.
+        step: The checkpoint's step.
+        evaluations: Those of the run; the card has those of this step.
+        scalar: The model returns one number, like a reward model.
     """
     found = [each for each in evaluations if each["step"] == step]
     rows = [

@@ -21,9 +21,9 @@ def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
     """Finds what is not finite in this rank's batch.
 
     Args:
-        batch: the optimizer step's batch.
-        bad_logprobs: loss tokens whose logprob under the policy was not finite.
-        loss: its sum on this rank.
+        batch: The optimizer step's batch.
+        bad_logprobs: Loss tokens whose logprob under the policy was not finite.
+        loss: Its sum on this rank.
 
     Returns:
         JSON: `cause` (words; empty where everything is finite) and `groups` (values of

@@ -72,7 +72,7 @@ class FSDPEngine(TrainEngine):
         """Keep the configuration; nothing is loaded before `initialize`.
 
         Raises:
-            ConfigError: one of its values is not allowed.
+            ConfigError: One of its values is not allowed.
         """
         check(config)
         self.config = config
@@ -186,7 +186,7 @@ class FSDPEngine(TrainEngine):
         """The part that computes, with the model and its optimizer.
 
         Raises:
-            InvalidInput: before `initialize` or after `destroy`.
+            InvalidInput: Before `initialize` or after `destroy`.
         """
         if self._step is None:
             raise InvalidInput("the engine has no model: expected initialize() first")
@@ -235,7 +235,7 @@ class FSDPEngine(TrainEngine):
         """The ranks that share model and batch.
 
         Raises:
-            InvalidInput: before `initialize`.
+            InvalidInput: Before `initialize`.
         """
         if self._mesh is None:
             raise InvalidInput("the engine has no ranks: expected initialize() first")
@@ -373,7 +373,7 @@ class FSDPEngine(TrainEngine):
         """Resumes an attached engine from a checkpoint of this one; collective.
 
         Raises:
-            InvalidInput: the checkpoint has no such engine.
+            InvalidInput: The checkpoint has no such engine.
         """
         engine = self._attached[name]
         tensors = engine._attached_tensors(name)

@@ -27,11 +27,11 @@ def pack_groups_with_images(groups: Sequence[TrajectoryGroup], model: str | Path
     """Packs groups as `pack_groups` does, and adds the image keys of groups that have images.
 
     Args:
-        groups: this rank's share.
-        model: directory of the model, with its preprocessor_config.json.
+        groups: This rank's share.
+        model: Directory of the model, with its preprocessor_config.json.
 
     Raises:
-        InvalidInput: the model takes no images, its directory has no image processor, an image
+        InvalidInput: The model takes no images, its directory has no image processor, an image
             cannot be read, or a prompt's number of image tokens differs from its number of images.
     """
     if not any(group.images for group in groups):

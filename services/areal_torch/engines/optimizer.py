@@ -39,7 +39,7 @@ def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.opti
     change how long each layer remembers, whatever the loss says.
 
     Raises:
-        RuntimeError: the model is gathered, so the optimizer would update copies of its weights.
+        RuntimeError: The model is gathered, so the optimizer would update copies of its weights.
     """
     plain = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     alone = {id(p) for p in unsharded(model.hf).values()}

@@ -59,16 +59,16 @@ class PPOActor:
         """Trains `engine`'s model as `config` says.
 
         Args:
-            config: the algorithm.
-            engine: initialized, or about to be.
-            temperature: the sampler's, at which logprobs are compared.
-            loss: a loss of the caller's own (see `areal_torch.engines.formulas`); None: that of
+            config: The algorithm.
+            engine: Initialized, or about to be.
+            temperature: The sampler's, at which logprobs are compared.
+            loss: A loss of the caller's own (see `areal_torch.engines.formulas`); None: that of
                 `config.loss_type`.
-            advantages: takes the place of `reward_norm` and GAE; None: these.
-            head: computes logprobs and entropies, [N] each; None: `LogprobHead(temperature)`.
+            advantages: Takes the place of `reward_norm` and GAE; None: these.
+            head: Computes logprobs and entropies, [N] each; None: `LogprobHead(temperature)`.
 
         Raises:
-            InvalidInput: the loss is to be divided by a constant that is not known, or has no
+            InvalidInput: The loss is to be divided by a constant that is not known, or has no
                 constant of that name; a function cannot be called.
         """
         check(config)
@@ -120,11 +120,11 @@ class PPOActor:
         and keeps them where `ppo_update` would compute them again.
 
         Args:
-            batch: needs rewards; with kl_ctl also reference_logprobs; with a critic also values.
-            advantages: for this call, as in `__init__`.
+            batch: Needs rewards; with kl_ctl also reference_logprobs; with a critic also values.
+            advantages: For this call, as in `__init__`.
 
         Raises:
-            InvalidInput: the batch lacks a key that the `actor` section or the critic requires.
+            InvalidInput: The batch lacks a key that the `actor` section or the critic requires.
             WorkflowError: `advantages` raised, or returned numbers that are not finite.
         """
         own = self.advantages if advantages is None else self._advantages(advantages)
@@ -178,9 +178,9 @@ class PPOActor:
         the policy logprobs of its only forward pass and are taken from there.
 
         Args:
-            batch: this rank's share, after `compute_advantages`. `proximal_logprobs` are used if
+            batch: This rank's share, after `compute_advantages`. `proximal_logprobs` are used if
                 there.
-            loss: for this call, as in `__init__`.
+            loss: For this call, as in `__init__`.
 
         Returns:
             Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss,
@@ -198,7 +198,7 @@ class PPOActor:
             `update_seconds`.
 
         Raises:
-            TrainingDiverged: as `TrainEngine.train_batch` does.
+            TrainingDiverged: As `TrainEngine.train_batch` does.
             InvalidInput | WorkflowError: the loss returned something of another type or shape, or
                 raised.
         """

@@ -63,7 +63,7 @@ class PPOCritic:
         """Takes an optimizer step with each minibatch; collective.
 
         Args:
-            batch: this rank's share, with `values`, and with `returns` from
+            batch: This rank's share, with `values`, and with `returns` from
                 `PPOActor.compute_advantages`.
 
         Returns:
@@ -74,7 +74,7 @@ class PPOCritic:
 
         Raises:
             InvalidInput: `values` or `returns` is missing.
-            TrainingDiverged: as `TrainEngine.train_batch` does.
+            TrainingDiverged: As `TrainEngine.train_batch` does.
         """
         started = time.perf_counter()
         for name, source in (("values", "compute_values()"), ("returns", "compute_advantages()")):

@@ -32,7 +32,7 @@ def mean_over_pairs(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Returns each statistic per pair, from its sums over batches, which count their `pairs`.
 
     Raises:
-        InvalidInput: there is no pair.
+        InvalidInput: There is no pair.
     """
     total: dict[str, float] = {}
     for each in sums:
@@ -68,8 +68,8 @@ class Preference:
         """Takes one step on the mean loss of all ranks' pairs; collective.
 
         Args:
-            engine: has an optimizer.
-            batch: this rank's share: pairs of sequences with the keys group_index and chosen. All
+            engine: Has an optimizer.
+            batch: This rank's share: pairs of sequences with the keys group_index and chosen. All
                 losses but SimPO need reference_logprobs, float32 [T].
 
         Returns:
@@ -77,7 +77,7 @@ class Preference:
             whose chosen answer has the higher score, `margin` the mean difference.
 
         Raises:
-            InvalidInput: a key is missing.
+            InvalidInput: A key is missing.
         """
         self._check(batch)
         return engine.train_batch(batch, self._loss, count_pairs)
@@ -88,11 +88,11 @@ class Preference:
         Each pair has the same weight, however the pairs are cut into batches. Collective.
 
         Args:
-            engine: any.
-            batches: this rank's share of one batch or of several, each as for `train`.
+            engine: Any.
+            batches: This rank's share of one batch or of several, each as for `train`.
 
         Raises:
-            InvalidInput: a key is missing, or there is no pair.
+            InvalidInput: A key is missing, or there is no pair.
         """
         return mean_over_pairs(self._sums(engine, batch) for batch in as_batches(batches))
 

@@ -23,8 +23,8 @@ def train_lm(engine: TrainEngine, batch: Batch) -> dict[str, float]:
     """Takes one step on the mean negative log-likelihood of the loss tokens of all ranks.
 
     Args:
-        engine: has an optimizer.
-        batch: this rank's share; needs cu_seqlens, group_index, input_ids, loss_mask.
+        engine: Has an optimizer.
+        batch: This rank's share; needs cu_seqlens, group_index, input_ids, loss_mask.
 
     Returns:
         Statistics of `TrainEngine.train_batch`; `loss` is the mean negative log-likelihood.
@@ -38,11 +38,11 @@ def evaluate_lm(engine: TrainEngine, batches: Batch | Iterable[Batch]) -> float:
     Each token has the same weight, however the rows are cut into batches. Collective.
 
     Args:
-        engine: any.
-        batches: this rank's share of one batch or of several, such as `OfflineTrainer.chunks`.
+        engine: Any.
+        batches: This rank's share of one batch or of several, such as `OfflineTrainer.chunks`.
 
     Raises:
-        InvalidInput: there is no loss token.
+        InvalidInput: There is no loss token.
     """
     loss = tokens = 0.0
     for batch in as_batches(batches):

@@ -105,13 +105,13 @@ class TrainStep:
         """Makes the optimizer, if the configuration has one.
 
         Args:
-            model: on its device, sharded if it is to be.
-            config: the engine's configuration.
-            device: the device that computes batches.
-            mesh: the ranks that share model and batch.
-            sharded: gradients are averaged over ranks.
-            budget: the memory budget, named in an out-of-memory error; None: nothing is trained.
-            total_train_steps: for the learning-rate schedule; None: a constant rate.
+            model: On its device, sharded if it is to be.
+            config: The engine's configuration.
+            device: The device that computes batches.
+            mesh: The ranks that share model and batch.
+            sharded: Gradients are averaged over ranks.
+            budget: The memory budget, named in an out-of-memory error; None: nothing is trained.
+            total_train_steps: For the learning-rate schedule; None: a constant rate.
         """
         self.model = model
         self.optimizer: torch.optim.AdamW | None = None

@@ -41,7 +41,7 @@ def check_versions() -> None:
     """Refuses versions that are too old; warns about newer ones, which no test has seen.
 
     Raises:
-        CannotStart: a package is older than the oldest that is supported.
+        CannotStart: A package is older than the oldest that is supported.
     """
     for package, (oldest, newest) in SUPPORTED.items():
         found = installed(package)

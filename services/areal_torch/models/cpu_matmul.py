@@ -68,7 +68,7 @@ def choose_here(parameters: int) -> Choice:
     """Times every way on this machine, in this thread, and chooses one; takes under a second.
 
     Args:
-        parameters: of the model; 0: not known, so that memory is not looked at.
+        parameters: Of the model; 0: not known, so that memory is not looked at.
     """
     return choose(measure(), parameters, room_for_weights())
 
@@ -78,7 +78,7 @@ def choose(rates: Mapping[Storage, float], parameters: int, room: int) -> Choice
 
     Args:
         rates: GFLOP/s of each way, the preferred one first, float32 last.
-        parameters: of the model; two sets of them are in memory during an update.
+        parameters: Of the model; two sets of them are in memory during an update.
         room: bytes that they may take.
     """
     said = f"GFLOP/s on this CPU: {', '.join(f'{way} {rate:.2g}' for way, rate in rates.items())}"

@@ -69,8 +69,8 @@ def make_byte_tokenizer(more: tuple[str, ...] = (), texts: tuple[str, ...] = ())
     """Makes the 261-token `tokenizers.Tokenizer`; needs no torch.
 
     Args:
-        more: more special tokens.
-        texts: texts that are one token each, after all others, and no special tokens.
+        more: More special tokens.
+        texts: Texts that are one token each, after all others, and no special tokens.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -93,9 +93,9 @@ def save_tokenizer(
     """Writes tokenizer.json and tokenizer_config.json (with the chat template); needs no torch.
 
     Args:
-        directory: created if missing.
-        sees: add the tokens for images and videos.
-        texts: texts that are one token each.
+        directory: Created if missing.
+        sees: Add the tokens for images and videos.
+        texts: Texts that are one token each.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -131,23 +131,23 @@ def make_tiny_model(
     """Writes a freshly initialized model and its tokenizer.
 
     Args:
-        directory: created if missing; its files are overwritten.
-        architecture: one of ARCHITECTURES.
-        seed: seed of the weights; the caller's random state does not change.
-        hidden_size: width.
-        num_hidden_layers: depth.
-        num_attention_heads: query heads.
-        num_key_value_heads: key and value heads.
-        intermediate_size: width of the gated MLP.
-        max_position_embeddings: longest sequence.
-        texts: texts that are one token each, such as the fixed parts of a tool call; ids from 261.
+        directory: Created if missing; its files are overwritten.
+        architecture: One of ARCHITECTURES.
+        seed: Seed of the weights; the caller's random state does not change.
+        hidden_size: Width.
+        num_hidden_layers: Depth.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key and value heads.
+        intermediate_size: Width of the gated MLP.
+        max_position_embeddings: Longest sequence.
+        texts: Texts that are one token each, such as the fixed parts of a tool call; ids from 261.
 
     Returns:
         The directory, with config.json, generation_config.json, model.safetensors, tokenizer.json
         and tokenizer_config.json.
 
     Raises:
-        InvalidInput: unknown architecture.
+        InvalidInput: Unknown architecture.
     """
     import torch
     from transformers import GenerationConfig
@@ -236,8 +236,8 @@ def make_tiny_seeing_model(directory: str | Path, *, seed: int = 0) -> Path:
     Patches are 4 x 4 pixels, four of them make a token: an image of 16 x 16 pixels is 4 tokens.
 
     Args:
-        directory: created if missing; its files are overwritten.
-        seed: seed of the weights; the caller's random state does not change.
+        directory: Created if missing; its files are overwritten.
+        seed: Seed of the weights; the caller's random state does not change.
 
     Returns:
         The directory, with preprocessor_config.json beside what `make_tiny_model` writes.

@@ -67,16 +67,16 @@ class Gathering:
     The tensors are read until `buckets` has ended. They must not change before.
 
     Args:
-        hf: the model, resharded.
-        source: its directory.
-        held: the result of `Held.of`.
-        dtype: to cast floating tensors to, but those that stay in float32 (`precision`); None: as
+        hf: The model, resharded.
+        source: Its directory.
+        held: The result of `Held.of`.
+        dtype: To cast floating tensors to, but those that stay in float32 (`precision`); None: as
             they are.
-        group: process group of all ranks for the model's device; no one else may use it meanwhile.
-        adapters: gather only the adapters, by peft's names, and not the model with them.
+        group: Process group of all ranks for the model's device; no one else may use it meanwhile.
+        adapters: Gather only the adapters, by peft's names, and not the model with them.
 
     Raises:
-        InvalidInput: a tensor's pieces do not add up to it.
+        InvalidInput: A tensor's pieces do not add up to it.
     """
 
     def __init__(

@@ -40,10 +40,10 @@ def write_directory(
     Weights of an earlier model in the directory are removed.
 
     Args:
-        directory: created if missing.
+        directory: Created if missing.
         tensors: (name, CPU tensor), from `iter_full_tensors`; held in memory one shard at a time.
-        hf: the model, for its configs.
-        source: directory that the tokenizer files are copied from.
+        hf: The model, for its configs.
+        source: Directory that the tokenizer files are copied from.
     """
     from safetensors.torch import save_file
 

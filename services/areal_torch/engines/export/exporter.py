@@ -47,10 +47,10 @@ class Exporter:
     """One export at a time; `begin` and `gathering` are collective.
 
     Args:
-        hf: the model.
-        source: its directory.
-        device: the model's device.
-        timeout_s: deadline of each exchange between ranks.
+        hf: The model.
+        source: Its directory.
+        device: The model's device.
+        timeout_s: Deadline of each exchange between ranks.
     """
 
     def __init__(self, hf: Any, source: Path, device: torch.device, timeout_s: float) -> None:
@@ -86,12 +86,12 @@ class Exporter:
         """Starts to gather the weights; on rank 0 `deliver` then gets all of them.
 
         Args:
-            dtype: to cast floating tensors to; None: as they are.
-            deliver: called in a thread with the tensors and, with `twice`, a function that gathers
+            dtype: To cast floating tensors to; None: as they are.
+            deliver: Called in a thread with the tensors and, with `twice`, a function that gathers
                 them again.
-            twice: the same on every rank: `deliver` may have them gathered a second time, unless
+            twice: The same on every rank: `deliver` may have them gathered a second time, unless
                 several GPUs gather in order; it gets None then.
-            adapters: only the adapters, by peft's names; the same on every rank.
+            adapters: Only the adapters, by peft's names; the same on every rank.
 
         Returns:
             A future. On rank 0 it is done when `deliver` has returned or raised; on other ranks,
@@ -141,7 +141,7 @@ class Exporter:
         """Waits until the weights may change.
 
         Raises:
-            WaitTimeout: another rank has not taken part in time.
+            WaitTimeout: Another rank has not taken part in time.
         """
         if self._gathered.is_set():
             return

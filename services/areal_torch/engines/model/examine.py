@@ -24,7 +24,7 @@ def examine(directory: Path) -> dict[str, Any]:
     """Loads a model as a trainer does, on the CPU in float32, and tests it.
 
     Args:
-        directory: has config.json; without weights the test uses random ones.
+        directory: Has config.json; without weights the test uses random ones.
     """
     from_scratch = not any(directory.glob("*.safetensors"))
     dtype = torch.float32

@@ -58,9 +58,9 @@ def materialize(model: nn.Module, device: torch.device, parameters_on: torch.dev
     Tied parameters stay tied, and buffers that have values (rotary frequencies) keep them.
 
     Args:
-        model: already sharded, if it will be.
-        device: device of buffers.
-        parameters_on: device of parameters: the same, or the host if they are offloaded.
+        model: Already sharded, if it will be.
+        device: Device of buffers.
+        parameters_on: Device of parameters: the same, or the host if they are offloaded.
     """
     buffers = [
         (module, name, buffer)
@@ -92,7 +92,7 @@ def load_own(hf: Any, directory: Path) -> list[Any]:
         transformers' conversions that were used; an export reverts them.
 
     Raises:
-        InvalidInput: a tensor is unknown, missing, of another shape, or given twice, differently;
+        InvalidInput: A tensor is unknown, missing, of another shape, or given twice, differently;
             nothing is changed.
     """
     live = hub_names.live_tensors(hf)
@@ -119,9 +119,9 @@ def draw_own(hf: Any, skeleton: Any, seed: int) -> None:
     its name; then every rank takes its part.
 
     Args:
-        hf: the model; its tensors have memory.
-        skeleton: the same model on the meta device.
-        seed: the run's seed.
+        hf: The model; its tensors have memory.
+        skeleton: The same model on the meta device.
+        seed: The run's seed.
     """
     live = hub_names.live_tensors(hf)
     for prefix, module, owner in _modules(skeleton, "", skeleton):
@@ -151,7 +151,7 @@ def make_buffers(hf: Any) -> None:
     module or of one around it: Falcon-H1's decoder computes those of its layers.
 
     Raises:
-        InvalidInput: no module computes one of them.
+        InvalidInput: No module computes one of them.
     """
     modules = list(_modules(hf, "", hf))
     missing = [

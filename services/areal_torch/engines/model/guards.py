@@ -40,7 +40,7 @@ def refuse_unsupported(hf: Any) -> None:
         hf: transformers causal language model.
 
     Raises:
-        InvalidInput: the message says what is wrong, why, and what to do.
+        InvalidInput: The message says what is wrong, why, and what to do.
     """
     config = hf.config.get_text_config()
     kinds, recurrent = layer_types(config), recurrent_modules(decoder_of(hf))
@@ -91,7 +91,7 @@ def set_attention(hf: Any, kernel: str) -> None:
     """Makes a kernel compute all of the model's attention.
 
     Raises:
-        InvalidInput: the architecture has attention of its own.
+        InvalidInput: The architecture has attention of its own.
     """
     name = registered_name(kernel)
     if not hf._can_set_attn_implementation():

@@ -48,17 +48,17 @@ class Head(Protocol):
         """Reads the head's values from hidden states.
 
         Args:
-            hf: the model; its parameters are whole.
+            hf: The model; its parameters are whole.
             hidden: [N, dim].
-            batch: packed batch.
+            batch: Packed batch.
             targets: int64 [N], positions of the loss tokens in the batch.
-            chunk_elements: largest logits tensor.
+            chunk_elements: Largest logits tensor.
 
         Returns:
             The value, [N, ...], with gradient, and a second one, [N, ...], without.
 
         Raises:
-            InvalidInput: the model has no such head.
+            InvalidInput: The model has no such head.
         """
 
 
@@ -134,13 +134,13 @@ def chosen_logprobs(
 
     Args:
         hf: transformers causal language model.
-        hidden: hidden states of the tokens before the labels.
+        hidden: Hidden states of the tokens before the labels.
         labels: int64 [N]; or [N, k], whose logprobs then are [N, k].
         temperature: > 0.
-        chunk_elements: largest logits tensor.
+        chunk_elements: Largest logits tensor.
 
     Raises:
-        InvalidInput: the head is more than a linear layer.
+        InvalidInput: The head is more than a linear layer.
     """
     weight, bias = _parameters(hf)
     size = max(1, chunk_elements // weight.shape[0])
@@ -156,10 +156,10 @@ def logits_of(hf: Any, hidden: Tensor, matrix: Tensor | None = None) -> Tensor:
     Args:
         hf: transformers causal language model.
         hidden: [N, dim].
-        matrix: from `wide_matrix`, if the head is to be used often; None: made here.
+        matrix: From `wide_matrix`, if the head is to be used often; None: made here.
 
     Raises:
-        InvalidInput: the head is more than a linear layer.
+        InvalidInput: The head is more than a linear layer.
     """
     matrix = wide_matrix(hf) if matrix is None else matrix
     return _Transform.of(hf, 1.0).apply_(_logits(hidden, matrix, _parameters(hf)[1]))

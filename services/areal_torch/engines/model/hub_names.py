@@ -53,8 +53,8 @@ class Step:
         """Converts the tensors.
 
         Args:
-            hf: the model; some converters ask it for sizes.
-            tensors: whole ones in the order of `names`; on the meta device only shapes come out.
+            hf: The model; some converters ask it for sizes.
+            tensors: Whole ones in the order of `names`; on the meta device only shapes come out.
 
         Returns:
             (name, contiguous tensor) of the other side; some may be views of one memory.
@@ -116,7 +116,7 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
         so is a second name of a tied tensor.
 
     Raises:
-        InvalidInput: a tensor is unknown, missing, of another shape, or given twice, differently.
+        InvalidInput: A tensor is unknown, missing, of another shape, or given twice, differently.
     """
     found = directory.shapes
     steps, unknown, used = _targets(hf, found)
@@ -166,8 +166,8 @@ def bystanders(hf: Any, source: Path) -> list[str]:
     version without them would not be the model that servers started with.
 
     Args:
-        hf: the model.
-        source: its directory.
+        hf: The model.
+        source: Its directory.
     """
     try:
         directory = TensorDirectory(source)

@@ -37,11 +37,11 @@ def inject(hf: Any, config: LoraConfig, dtype: torch.dtype) -> None:
 
     Args:
         hf: transformers model.
-        config: the adapters' configuration.
-        dtype: the dtype in which they are trained.
+        config: The adapters' configuration.
+        dtype: The dtype in which they are trained.
 
     Raises:
-        InvalidInput: no linear layer of the decoder has such a name.
+        InvalidInput: No linear layer of the decoder has such a name.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -116,8 +116,8 @@ def draw(hf: Any, seed: int) -> None:
     """Fills the adapters: A at random, as peft does, the same on any ranks in any layout; B with 0.
 
     Args:
-        hf: the model; its tensors have memory.
-        seed: the run's seed.
+        hf: The model; its tensors have memory.
+        seed: The run's seed.
     """
     for name, module in _adapted(hf):
         down = module.lora_A[_ADAPTER].weight
@@ -193,7 +193,7 @@ class Described:
     """Says of each adapter that is published what a server needs to know; for one thread.
 
     Args:
-        config: the adapters'.
+        config: The adapters'.
         base_digest: `PolicyVersion.digest` of the model without them.
     """
 
@@ -232,9 +232,9 @@ def write(hf: Any, folder: Path, base: str) -> None:
     """Writes the adapters alone, as peft's `PeftModel.from_pretrained` reads them.
 
     Args:
-        hf: the model, whole on this rank.
-        folder: created if missing.
-        base: path or Hub name of the model without the adapters.
+        hf: The model, whole on this rank.
+        folder: Created if missing.
+        base: Path or Hub name of the model without the adapters.
     """
     from safetensors.torch import save_file
 

@@ -42,13 +42,13 @@ class PackedCausalLM(nn.Module):
 
         Args:
             hf: transformers causal language model.
-            kernel: the attention kernel, from `dispatch.choose`.
-            chunk_elements: largest logits tensor.
-            boundaries: from `recurrent.choose`; None: no layer's kernels heed them.
-            replays: take the experts that a batch's routes name; false: routers always choose.
+            kernel: The attention kernel, from `dispatch.choose`.
+            chunk_elements: Largest logits tensor.
+            boundaries: From `recurrent.choose`; None: no layer's kernels heed them.
+            replays: Take the experts that a batch's routes name; false: routers always choose.
 
         Raises:
-            InvalidInput: the architecture cannot be computed on packed sequences.
+            InvalidInput: The architecture cannot be computed on packed sequences.
         """
         super().__init__()
         self.hf = hf
@@ -114,12 +114,12 @@ class PackedCausalLM(nn.Module):
         """Computes what a head reads.
 
         Args:
-            batch: packed batch on the model's device.
-            layout: from `build_layout(batch)`.
+            batch: Packed batch on the model's device.
+            layout: From `build_layout(batch)`.
             targets: int64 [N], batch positions to read at; with a shift none is a sequence's first.
                 Position 0 means "no target"; ignore the value returned for it.
-            head: with a shift it reads at the token before the target.
-            seen: the batch's images; None for text.
+            head: With a shift it reads at the token before the target.
+            seen: The batch's images; None for text.
 
         Returns:
             What `head.read` does, with N the targets.

@@ -45,7 +45,7 @@ def widen(hf: Any, dtype: torch.dtype) -> None:
 
     Args:
         hf: transformers model.
-        dtype: of its parameters.
+        dtype: Of its parameters.
     """
     if dtype not in _HALVES:
         return

@@ -111,8 +111,8 @@ class RecurrentLayers:
 
         Args:
             hf: transformers causal language model, as `recompute_layers` leaves it.
-            decoder: its part that maps tokens to hidden states.
-            boundaries: from `choose`; the other classes are computed by length.
+            decoder: Its part that maps tokens to hidden states.
+            boundaries: From `choose`; the other classes are computed by length.
         """
         self._layout: PackedLayout | None = None
         found = modules_of(decoder)
@@ -169,9 +169,9 @@ def by_length(forward: Callable[..., Any], layout: PackedLayout, *args: Any, **k
     """Computes a causal module on sequences, one a row.
 
     Args:
-        forward: the module's own; its tensors [1, U, ...] get another shape, [rows, longest, ...].
-        layout: has buckets.
-        args: and `kwargs`, its arguments for the computed tokens, [1, U, ...].
+        forward: The module's own; its tensors [1, U, ...] get another shape, [rows, longest, ...].
+        layout: Has buckets.
+        args: And `kwargs`, its arguments for the computed tokens, [1, U, ...].
 
     Returns:
         What `forward` returns of the computed tokens, [1, U, ...].
@@ -192,11 +192,11 @@ def with_boundaries(
     """Computes a module on whole sequences end to end, telling its kernels where they begin.
 
     Args:
-        forward: as for `by_length`.
-        argument: the keyword by which it takes the boundaries.
-        layout: with or without buckets.
-        args: as for `by_length`.
-        kwargs: as for `by_length`.
+        forward: As for `by_length`.
+        argument: The keyword by which it takes the boundaries.
+        layout: With or without buckets.
+        args: As for `by_length`.
+        kwargs: As for `by_length`.
     """
     row_args, row_kwargs = _take(layout, layout.locate, (1, len(layout.locate)), args, kwargs)
     told = {argument: layout.cu_seqlens, "seq_idx": sequence_index(layout.cu_seqlens.long())}
@@ -250,17 +250,17 @@ def choose(
 
     Args:
         hf: transformers causal language model; its parameters may be on the meta device.
-        decoder: its part that maps tokens to hidden states.
-        device: the device that computes it.
-        compute: precision of its forward pass.
-        trains: whether gradients flow through it; a frozen model's kernels need no backward.
+        decoder: Its part that maps tokens to hidden states.
+        device: The device that computes it.
+        compute: Precision of its forward pass.
+        trains: Whether gradients flow through it; a frozen model's kernels need no backward.
 
     Returns:
         For each such class the keyword by which it takes them. Empty on a CPU, which has no such
         kernels.
 
     Raises:
-        CannotStart: a class cannot be computed or trained here at all.
+        CannotStart: A class cannot be computed or trained here at all.
     """
     found = modules_of(decoder)
     if not found:
@@ -293,7 +293,7 @@ def _heeding(
     """The keyword by which a module's kernels heed boundaries, or why there is none.
 
     Raises:
-        CannotStart: it does not compute plain rows either.
+        CannotStart: It does not compute plain rows either.
     """
     if not _convolves(module):
         return None, "it has no kernels of its own"
@@ -338,11 +338,11 @@ class _Trial:
         """Makes the copy.
 
         Args:
-            module: of a model whose forward was not taken over yet.
-            width: of the hidden states it takes.
-            device: the device that computes it.
-            compute: precision of its forward pass.
-            trains: whether its backward pass is tried too.
+            module: Of a model whose forward was not taken over yet.
+            width: Of the hidden states it takes.
+            device: The device that computes it.
+            compute: Precision of its forward pass.
+            trains: Whether its backward pass is tried too.
         """
         self._trains = trains
         tried = copy.deepcopy(module).to_empty(device=device).to(compute).requires_grad_(False)

@@ -67,7 +67,7 @@ class Routes:
 
         Args:
             hf: transformers causal language model, as `recompute_layers` leaves it.
-            decoder: its part that maps tokens to hidden states.
+            decoder: Its part that maps tokens to hidden states.
         """
         config = hf.config.get_text_config()
         self._given: Tensor | None = None
@@ -198,7 +198,7 @@ class _Choice(TorchFunctionMode):
         Args:
             given: int64 [tokens, k]; a row with an expert that does not exist, or with one twice,
                 is no choice. None: none is.
-            experts: how many there are.
+            experts: How many there are.
         """
         super().__init__()
         self._given, self._experts = given, experts

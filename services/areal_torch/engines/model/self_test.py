@@ -74,13 +74,13 @@ def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype)
     """Compares packed logprobs with those of each sequence alone; collective if it is sharded.
 
     Args:
-        model: has its weights, on `device` or sharded; the test does not change them.
-        device: the device that trains it.
-        compute: precision of its forward pass.
+        model: Has its weights, on `device` or sharded; the test does not change them.
+        device: The device that trains it.
+        compute: Precision of its forward pass.
 
     Raises:
-        InvalidInput: they differ, or the model asks for what its attention does not compute.
-        CannotStart: it does not run at all, such as with a version that lacks an argument.
+        InvalidInput: They differ, or the model asks for what its attention does not compute.
+        CannotStart: It does not run at all, such as with a version that lacks an argument.
     """
     try:
         with _first_layers(model) as layers, _short_spans(model.hf):

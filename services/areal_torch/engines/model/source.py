@@ -24,13 +24,13 @@ def build(
     (`hub_names.bystanders`). Buffers that are not in its files are computed.
 
     Args:
-        path: a folder with config.json.
+        path: A folder with config.json.
         dtype: dtype of the parameters.
-        scalar: give it a scalar head, `score`, instead of the language-model head.
-        from_scratch: the folder has no weights, so towers are in the model, frozen.
+        scalar: Give it a scalar head, `score`, instead of the language-model head.
+        from_scratch: The folder has no weights, so towers are in the model, frozen.
 
     Raises:
-        InvalidInput: there is no such folder, or transformers cannot build such a model.
+        InvalidInput: There is no such folder, or transformers cannot build such a model.
     """
     directory = Path(path)
     if not (directory / "config.json").is_file():
@@ -89,7 +89,7 @@ def load_weights(hf: Any, path: str) -> None:
     """Reads this rank's part of the weights and the generation defaults beside them.
 
     Raises:
-        InvalidInput: the directory has no safetensors weights, or those of another model.
+        InvalidInput: The directory has no safetensors weights, or those of another model.
     """
     from transformers import GenerationConfig
 
@@ -105,7 +105,7 @@ def fill_weights(hf: Any, path: str, dtype: torch.dtype, *, from_scratch: bool, 
     """Fills a model that `build` made and that has memory: from the directory, or at random.
 
     Raises:
-        InvalidInput: see `load_weights`.
+        InvalidInput: See `load_weights`.
     """
     if from_scratch:
         skeleton = build(path, dtype, scalar=is_scalar(hf), from_scratch=True)
@@ -118,7 +118,7 @@ def load_model(path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) 
     """Loads a whole model on the CPU, in this process alone.
 
     Raises:
-        InvalidInput: see `build` and `load_weights`.
+        InvalidInput: See `build` and `load_weights`.
     """
     hf, cpu = build(path, dtype, from_scratch=from_scratch), torch.device("cpu")
     fill.materialize(hf, cpu, cpu)

@@ -45,7 +45,7 @@ class TensorDirectory:
         """Reads the headers.
 
         Raises:
-            InvalidInput: the directory has no safetensors weights, or some are missing.
+            InvalidInput: The directory has no safetensors weights, or some are missing.
         """
         self.shapes: dict[str, tuple[int, ...]] = {}
         """The shape of every tensor."""
@@ -69,8 +69,8 @@ class TensorDirectory:
         """Reads a tensor, or a box of it: on the CPU, contiguous, in the file's dtype.
 
         Args:
-            name: the tensor's name.
-            box: a range of each dimension; None: all of it.
+            name: The tensor's name.
+            box: A range of each dimension; None: all of it.
 
         Raises:
             InvalidInput: torch does not have the dtype, or the file was truncated meanwhile.

@@ -75,11 +75,11 @@ def plan(hf: Any, batch: Batch, layout: PackedLayout) -> Seen:
 
     Args:
         hf: transformers model of one of FAMILIES.
-        batch: has the image keys.
-        layout: the batch's layout.
+        batch: Has the image keys.
+        layout: The batch's layout.
 
     Raises:
-        InvalidInput: a sequence's number of image tokens differs from what its group's images fill.
+        InvalidInput: A sequence's number of image tokens differs from what its group's images fill.
     """
     ids, cu_seqlens, grid = batch["input_ids"], batch["cu_seqlens"].long(), batch["image_grid_thw"]
     is_image = image_tokens(hf, batch)
@@ -141,8 +141,8 @@ def embed(hf: Any, input_ids: Tensor, seen: Seen) -> tuple[dict[str, Any], Tenso
 
     Args:
         hf: transformers model of one of FAMILIES.
-        input_ids: ids of the computed tokens, int64 [U].
-        seen: images of the same micro-batch, on the same device.
+        input_ids: Ids of the computed tokens, int64 [U].
+        seen: Images of the same micro-batch, on the same device.
 
     Returns:
         The decoder's arguments, and a 0 that depends on the tower (see `blank`).
@@ -172,12 +172,12 @@ def check(hf: Any, batch: Batch, ranks_per_share: int, placeholders: Tensor) -> 
 
     Args:
         hf: transformers model.
-        batch: packed batch, in host memory.
-        ranks_per_share: ranks that share the tokens or matrices of one share of the batch.
-        placeholders: tokens that the model replaces with images or sounds, int64.
+        batch: Packed batch, in host memory.
+        ranks_per_share: Ranks that share the tokens or matrices of one share of the batch.
+        placeholders: Tokens that the model replaces with images or sounds, int64.
 
     Raises:
-        InvalidInput: the message says why, in one line.
+        InvalidInput: The message says why, in one line.
     """
     if images.has_images(batch):
         if not sees(hf):

@@ -53,9 +53,9 @@ def parallelize(
     the device while it computes.
 
     Raises:
-        ConfigError: the model's heads or experts cannot be shared evenly, or the layout shares
+        ConfigError: The model's heads or experts cannot be shared evenly, or the layout shares
             tokens or matrices and the model has recurrent layers.
-        InvalidInput: the model does not say what its layers are, so that its ranks would gather all
+        InvalidInput: The model does not say what its layers are, so that its ranks would gather all
             of it; or transformers has no plan for it.
     """
     from torch.distributed.fsdp import (
@@ -150,7 +150,7 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
     """The modules that are gathered one at a time; none is inside another.
 
     Raises:
-        InvalidInput: there are none.
+        InvalidInput: There are none.
     """
     classes = set(hf._no_split_modules or ())
     layers, inside = list[nn.Module](), set[nn.Module]()

@@ -51,10 +51,10 @@ def step_with_divisor(
     by itself. A CPU divides first, because its host can read `skip` at once.
 
     Args:
-        optimizer: fused AdamW.
-        parameters: its parameters that have gradients.
-        divisor: a scalar.
-        skip: a boolean scalar: no weight, moment or number of steps changes.
+        optimizer: Fused AdamW.
+        parameters: Its parameters that have gradients.
+        divisor: A scalar.
+        skip: A boolean scalar: no weight, moment or number of steps changes.
     """
     grads = [_local(p.grad) for p in parameters if p.grad is not None]
     on_cpu = divisor.device.type == "cpu"

@@ -103,7 +103,7 @@ def recompute_layers(hf: Any, mode: Checkpointing, kernels: Kernels) -> None:
     With torch.compile, the graphs of a layer recompute the same values as `selective`.
 
     Raises:
-        InvalidInput: the architecture does not support it.
+        InvalidInput: The architecture does not support it.
     """
     if mode == "none" or (mode == "selective" and kernels == "compile"):
         return

@@ -26,10 +26,10 @@ def local_device(*, gpu: bool = False) -> torch.device:
     """Returns this rank's GPU, or the CPU where no GPU was asked for.
 
     Args:
-        gpu: the configuration asks for one. `CUDA_VISIBLE_DEVICES` asks, too, if it names one.
+        gpu: The configuration asks for one. `CUDA_VISIBLE_DEVICES` asks, too, if it names one.
 
     Raises:
-        ConfigError: a GPU was asked for, and torch cannot use it; never the CPU instead.
+        ConfigError: A GPU was asked for, and torch cannot use it; never the CPU instead.
     """
     rank, visible = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
@@ -68,7 +68,7 @@ def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
 
     Args:
         device: NCCL carries its tensors if it is a GPU; gloo carries CPU tensors.
-        timeout_seconds: deadline of every collective.
+        timeout_seconds: Deadline of every collective.
 
     Returns:
         True if this call joined the group; then the caller has to leave it.
@@ -127,13 +127,13 @@ def new_group(ranks: Sequence[int], what: str, timeout_s: float, backend: str | 
     """Makes a group and connects its ranks; collective over the default group.
 
     Args:
-        ranks: ranks of the group.
-        what: the group's purpose, named in an error.
-        timeout_s: deadline for connecting, and then of every collective in it.
+        ranks: Ranks of the group.
+        what: The group's purpose, named in an error.
+        timeout_s: Deadline for connecting, and then of every collective in it.
         backend: None: the default group's.
 
     Raises:
-        WaitTimeout: some of the ranks did not connect.
+        WaitTimeout: Some of the ranks did not connect.
     """
     since = time.monotonic()
     try:
@@ -153,13 +153,13 @@ def make_mesh(layout: str, device: torch.device, timeout_s: float) -> Mesh:
     """Makes the groups of a layout; collective over the default group.
 
     Args:
-        layout: as in `allocation_mode`; empty: a share for each rank.
-        device: the device that computes tensors.
-        timeout_s: deadline for connecting each group, and of every collective in it.
+        layout: As in `allocation_mode`; empty: a share for each rank.
+        device: The device that computes tensors.
+        timeout_s: Deadline for connecting each group, and of every collective in it.
 
     Raises:
-        ConfigError: the layout has another number of ranks.
-        WaitTimeout: ranks of a group did not connect.
+        ConfigError: The layout has another number of ranks.
+        WaitTimeout: Ranks of a group did not connect.
     """
     world = dist.get_world_size()
     plan = Layout.parse(layout or f"d{world}")
@@ -238,8 +238,8 @@ def reduce_scalars(scalars: Mapping[str, Tensor | float], group: Any) -> dict[st
     """Sums scalars over a group; names that end in `_max` are combined by maximum.
 
     Args:
-        scalars: the same names on every rank.
-        group: for CPU tensors; None: this rank alone.
+        scalars: The same names on every rank.
+        group: For CPU tensors; None: this rank alone.
     """
     names = sorted(scalars)
     if not names:

@@ -28,7 +28,7 @@ def spread_matrices(hf: Any, mesh: Mesh) -> None:
     """Spreads the layers' matrices over the tensor group.
 
     Raises:
-        InvalidInput: the architecture has no plan, or one with a style that was never verified.
+        InvalidInput: The architecture has no plan, or one with a style that was never verified.
         CannotStart: transformers is too old to apply one.
     """
     _check_version("t", mesh)
@@ -64,7 +64,7 @@ def spread_experts(hf: Any, mesh: Mesh) -> list[nn.Module]:
     """Spreads whole experts over the expert group; returns the modules that hold them.
 
     Raises:
-        InvalidInput: the architecture has no plan for it.
+        InvalidInput: The architecture has no plan for it.
         CannotStart: transformers is too old to apply one.
     """
     _check_version("e", mesh)

@@ -59,12 +59,12 @@ def choose(hf: Any, wanted: str, device: torch.device, compute: torch.dtype) -> 
     Args:
         hf: transformers causal language model.
         wanted: `auto`, or a kernel.
-        device: the device that computes it.
-        compute: precision of its forward pass.
+        device: The device that computes it.
+        compute: Precision of its forward pass.
 
     Raises:
-        InvalidInput: the requested kernel cannot compute it.
-        CannotStart: the requested kernel, or with `auto` each, was tried and does not work.
+        InvalidInput: The requested kernel cannot compute it.
+        CannotStart: The requested kernel, or with `auto` each, was tried and does not work.
     """
     if wanted != "auto":
         if (why := _why_not(wanted, hf, device, compute)) is not None:
@@ -184,12 +184,12 @@ def attention_function(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Attentio
     """Returns the attention function that an architecture calls, with its options.
 
     Args:
-        kernel: its name.
-        cudnn_from: for `bind`.
+        kernel: Its name.
+        cudnn_from: For `bind`.
 
     Raises:
-        CannotStart: the installed version of the kernel lacks an argument that is needed.
-        ImportError: the kernel is not there.
+        CannotStart: The installed version of the kernel lacks an argument that is needed.
+        ImportError: The kernel is not there.
     """
     compute: Callable[..., Tensor]
     if kernel == PACKED:
@@ -214,23 +214,23 @@ def attention_function(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Attentio
         """Attends within each sequence.
 
         Args:
-            module: attention module, named in errors.
+            module: Attention module, named in errors.
             query: [1, heads, U, head_dim].
             key: [1, key_value_heads, U, head_dim].
             value: [1, key_value_heads, U, value_dim].
-            attention_mask: always None here.
-            packed_layout: from `build_layout`.
-            scaling: factor of the scores; default head_dim ** -0.5.
-            sliding_window: tokens a query looks back at, itself included; None: all.
-            softcap: cap of the scores, as in Gemma 2.
+            attention_mask: Always None here.
+            packed_layout: From `build_layout`.
+            scaling: Factor of the scores; default head_dim ** -0.5.
+            sliding_window: Tokens a query looks back at, itself included; None: all.
+            softcap: Cap of the scores, as in Gemma 2.
             s_aux: [heads], attention sinks, as in gpt-oss.
-            others: other options of the architecture; refused unless they change nothing.
+            others: Other options of the architecture; refused unless they change nothing.
 
         Returns:
             [1, U, heads, value_dim], and no weights.
 
         Raises:
-            InvalidInput: the architecture asks for attention that the kernel does not compute.
+            InvalidInput: The architecture asks for attention that the kernel does not compute.
         """
         others["attention_mask"] = attention_mask
         if kernel != PACKED or softcap is not None:  # no architecture has both

@@ -91,12 +91,12 @@ def build_layout(
     """Plans the computation of a batch.
 
     Args:
-        batch: packed batch.
-        share_prefixes: compute the prefix that a sequence has in common with its group's first
+        batch: Packed batch.
+        share_prefixes: Compute the prefix that a sequence has in common with its group's first
             sequence once.
-        buckets: true for the `packed` kernel; the others find sequences by `cu_seqlens`.
-        least: prefixes are shared only if this part of the tokens need not be computed then.
-        chunk: tokens of a chunk of the model's `chunked_attention` layers; None: it has none.
+        buckets: True for the `packed` kernel; the others find sequences by `cu_seqlens`.
+        least: Prefixes are shared only if this part of the tokens need not be computed then.
+        chunk: Tokens of a chunk of the model's `chunked_attention` layers; None: it has none.
     """
     cu_seqlens = batch["cu_seqlens"].long()
     offsets = position_ids(cu_seqlens)

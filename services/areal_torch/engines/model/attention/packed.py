@@ -41,10 +41,10 @@ def packed_attention(
         query: [U, heads, head_dim].
         key: [U, key_value_heads, head_dim].
         value: [U, key_value_heads, value_dim].
-        layout: with buckets.
-        scaling: factor of the scores.
-        window: tokens a query looks back at, itself included; None: all.
-        softcap: scores become softcap * tanh(scores / softcap), as in Gemma 2.
+        layout: With buckets.
+        scaling: Factor of the scores.
+        window: Tokens a query looks back at, itself included; None: all.
+        softcap: Scores become softcap * tanh(scores / softcap), as in Gemma 2.
         sinks: [heads], a score that joins each softmax and has no value, as in gpt-oss; not with
             `softcap`.
 

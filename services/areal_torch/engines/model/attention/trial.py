@@ -84,11 +84,11 @@ def difference(
     """Returns how a kernel's results differ from the formula's; None if they agree.
 
     Args:
-        attend: attention function, from `dispatch.attention_function`.
-        shape: heads and options.
-        device: the device that computes.
-        compute: precision of queries, keys and values.
-        buckets: whether the kernel reads the layout's buckets.
+        attend: Attention function, from `dispatch.attention_function`.
+        shape: Heads and options.
+        device: The device that computes.
+        compute: Precision of queries, keys and values.
+        buckets: Whether the kernel reads the layout's buckets.
     """
     rows = [{"input_ids": [0] * n, "loss_mask": [True] * n} for n in _LENGTHS]
     batch = packing.pack(rows, list(range(len(rows))))

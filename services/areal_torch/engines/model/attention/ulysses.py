@@ -37,7 +37,7 @@ class Context:
         """Returns this rank's first token and its number of tokens; the last may exceed the end.
 
         Args:
-            tokens: number of tokens in the micro-batch.
+            tokens: Number of tokens in the micro-batch.
         """
         count = -(-tokens // self.size)
         return dist.get_rank(self.group) * count, count
@@ -64,7 +64,7 @@ def across_ranks(attend: Attention) -> Attention:
     """Makes an attention function work on tokens that are spread over ranks.
 
     Args:
-        attend: takes [1, heads, U, dim] three times, returns [1, U, heads, dim].
+        attend: Takes [1, heads, U, dim] three times, returns [1, U, heads, dim].
 
     Returns:
         The same for [1, heads, U / c, dim] where `context` is passed, else `attend` itself.

@@ -59,12 +59,12 @@ def bind(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Varlen:
     """Looks a kernel's function up, and reads from its signature how to call it.
 
     Args:
-        kernel: its name.
-        cudnn_from: tokens of the longest sequence from which `CUDNN` calls cuDNN.
+        kernel: Its name.
+        cudnn_from: Tokens of the longest sequence from which `CUDNN` calls cuDNN.
 
     Raises:
-        CannotStart: this version of it lacks an argument that every model needs.
-        ImportError: it is not there.
+        CannotStart: This version of it lacks an argument that every model needs.
+        ImportError: It is not there.
     """
     if kernel in PACKAGES:
         return partial(_call_package, import_module(PACKAGES[kernel]).flash_attn_varlen_func)
@@ -95,14 +95,14 @@ def varlen_attention(
     """Attends within each sequence, to tokens up to the query's own.
 
     Args:
-        call: from `bind`.
+        call: From `bind`.
         query: [U, heads, head_dim].
         key: [U, key_value_heads, head_dim].
         value: [U, key_value_heads, value_dim].
-        layout: the batch's layout, on the same device.
-        scaling: factor of the scores.
-        window: tokens a query looks back at, itself included; None: all.
-        softcap: scores become softcap * tanh(scores / softcap); `FLASH_2` only.
+        layout: The batch's layout, on the same device.
+        scaling: Factor of the scores.
+        window: Tokens a query looks back at, itself included; None: all.
+        softcap: Scores become softcap * tanh(scores / softcap); `FLASH_2` only.
 
     Returns:
         [U, heads, value_dim].
