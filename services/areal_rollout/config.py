@@ -92,7 +92,7 @@ class RolloutConfig:
         worker_id, boot = worker_identity()
         connections = max(1, open_files() - RESERVED_FILES)
         turns = parse_allocation(experiment.allocation_mode).sharing is Sharing.ALTERNATING
-        # The deadline of the trainer's collectives: no turn of a trainer that lives is longer.
+        # The deadline of the trainer's collectives: a running trainer's turn is never longer.
         asleep_s = 5 * experiment.setup_timeout_s if turns else 0.0
         return cls(
             worker_id=worker_id,
@@ -125,7 +125,7 @@ def worker_identity() -> tuple[str, int]:
     """Returns this worker's id, and a number for each start if its name outlives its process.
 
     The launcher names its processes; so does a pod's `AREAL_PROCESS`. The number is the time in
-    microseconds: two lives of one name begin on one machine, one after the other.
+    microseconds: a name's processes start on one machine, one after the other.
     """
     host = socket.gethostname()
     if name := os.environ.get(PROCESS_VARIABLE, ""):

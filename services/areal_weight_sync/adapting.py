@@ -4,7 +4,7 @@
                        requests run on         they end           they continue with v
 
 A server with adapters holds version 0's weights, which are loaded and confirmed like any weights,
-once in each of its lives, and it reports version 0 as its `weight_version`. Requests name their
+once after each of its starts, and it reports version 0 as its `weight_version`. Requests name their
 adapter, so the server is not paused: it leaves the traffic for as long as the probe takes, which is
 then not behind other requests in its queue. See decision 30.
 

@@ -16,7 +16,7 @@
 One thread calls everything here; nothing blocks. Running request i occupies row i of the KV cache:
 when one finishes, the last one moves into its row, so that a decode step works on a plain slice.
 The last token of a sequence is never in the cache yet: a prompt of n tokens prefills n - 1, and
-its first output comes out of the same decode step as everybody else's next one.
+its first output comes out of the same decode step as the next output of the others.
 """
 
 from __future__ import annotations

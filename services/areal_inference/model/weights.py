@@ -153,7 +153,7 @@ class Weights(WeightSet):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a checkpoint tensor lives: a view that, read in order, gives the tensor's order."""
+    """Where a checkpoint tensor is: a view that, read in order, gives the tensor's order."""
 
     target: Tensor
     shape: tuple[int, ...]

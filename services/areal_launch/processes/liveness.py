@@ -1,4 +1,4 @@
-"""Does a process that runs still live? Death is an exit; this is about the others: stopped, hung.
+"""Detects processes that have not exited but do nothing: they are stopped, or hang.
 
 A sign of life is an answer, whatever it says: a trainer answers from a thread of its own, through
 the longest step, import or compilation. One that the kernel has stopped gives none, even if its

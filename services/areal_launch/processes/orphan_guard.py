@@ -83,7 +83,7 @@ class Guard:
                 self._report("state", "guard", "up")
             except OSError as error:  # no memory, or no process number, for now
                 self._report("warning", "guard", f"cannot be started: {error}; retrying")
-            # A guard that cannot live must not make a busy loop.
+            # A guard that cannot start must not cause a busy loop.
             await asyncio.sleep(1.0)
 
 

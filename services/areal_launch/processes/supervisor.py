@@ -63,7 +63,7 @@ FreeBytes = Callable[[Path], int]
 def free_bytes(folder: Path) -> int:
     """Returns the free bytes of the file system that holds `folder`; ignores quotas.
 
-    A folder that was deleted is created again with the next life: its parent tells.
+    A folder that was deleted is created again at the next start: its parent tells.
     """
     there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
     return shutil.disk_usage(there).free
