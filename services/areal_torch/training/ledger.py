@@ -141,7 +141,7 @@ class TrainerLedger:
         )
 
     def discarded(self, step: int) -> Iterator[list[Discarded]]:
-        """Returns, in any thread, what ended untrained before a step's batch was taken."""
+        """Yields, in any thread, what ended untrained before a step's batch was taken."""
         start, total = 0, 1
         while start < total:
             found, total = self._bridge.call(
