@@ -98,7 +98,7 @@ class Staged:
     """Weights read ahead of their use."""
 
     stamp: tuple[Any, ...]
-    """What the folder was when it was read; see `folder_stamp`."""
+    """The state of the folder when it was read; see `folder_stamp`."""
     weights: WeightSet
 
 
@@ -124,7 +124,7 @@ class _Control:
         self.groups = Groups(frontend.model)
 
     def sets(self) -> Iterator[WeightSet]:
-        """All weights in memory, that which serves first."""
+        """Returns all sets of weights in memory, beginning with the one that serves."""
         if not self._frontend.scheduler.unloaded:
             yield self._frontend.runner.model.weights
         if self._staged is not None:
@@ -143,7 +143,7 @@ class _Control:
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, http: HttpRequest) -> Response:
-        """Continue decoding."""
+        """Continues decoding after a pause."""
         await read_object(http, _CONTINUE)
         self._frontend.check_ready()
 
@@ -199,7 +199,7 @@ class _Control:
         return Response(status_code=200)
 
     async def flush(self, http: HttpRequest) -> Response:
-        """Give the cache back; with ?timeout=s wait that long for running requests."""
+        """Give the cache back; with ?timeout=s waits that long for running requests."""
         try:
             timeout = float(http.query_params.get("timeout", "0"))
         except ValueError:
@@ -394,7 +394,7 @@ def _check_awake(scheduler: Scheduler) -> None:
 
 
 def _checksums(checksums: dict[str, str], **more: str) -> Response:
-    """SGLang's answer to /weights_checker: one per tensor, and one over all of them."""
+    """Returns SGLang's answer to /weights_checker: one checksum per tensor, and one over all."""
     total = xxhash.xxh3_128()
     for name in sorted(checksums):
         total.update(f"{name} {checksums[name]}\n".encode())

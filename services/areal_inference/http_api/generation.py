@@ -52,7 +52,7 @@ def generate_route(frontend: Frontend) -> Route:
         return json_response(answers if call.as_list else answers[0])
 
     async def stream(call: GenerateCall) -> AsyncIterator[bytes]:
-        """Cumulative events, one or more tokens apart; several sequences carry an index."""
+        """Yields cumulative events, one or more tokens apart; several sequences have an index."""
         try:
             async for index, request in updates(call.requests):
                 event = render(request, call, decode)
@@ -108,7 +108,7 @@ async def updates(requests: list[Request]) -> AsyncIterator[tuple[int, Request]]
 
 
 def _note(frontend: Frontend, call: GenerateCall) -> None:
-    """What the span of the request says of its first sequence; mostly it is the only one."""
+    """Adds the request's first sequence, usually the only one, to its span."""
     if not tracing.recording():
         return
     request = call.requests[0]

@@ -64,7 +64,7 @@ class Giving:
 
 
 def _read(weights: WeightSet, layout: Layout, begin: int, end: int) -> bytes:
-    """Bytes of a file that was never written."""
+    """Reads bytes of a file that was never written."""
     parts = [layout.header[begin:end]]
     for place in layout.places:
         if place.begin < end and begin < place.end:

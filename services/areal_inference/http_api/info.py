@@ -47,12 +47,12 @@ class _Info:
         self._frontend = frontend
 
     async def health(self, _: HttpRequest) -> Response:
-        """200 while the engine works (also during a pause); generates nothing, unlike SGLang's."""
+        """Answers 200 while the engine works, also in a pause; generates nothing, unlike SGLang."""
         self._frontend.check_health()
         return Response(status_code=200)
 
     async def ready(self, _: HttpRequest) -> Response:
-        """200 if healthy, not paused, and with its memory."""
+        """Answers 200 if healthy, not paused, and with its memory."""
         self._frontend.check_health()
         if self._frontend.scheduler.asleep:
             raise Unavailable("memory is released")
@@ -83,7 +83,7 @@ class _Info:
         return Response(status_code=200)
 
     async def model_info(self, _: HttpRequest) -> Response:
-        """What is served, and its weight version."""
+        """Returns the served model and its weight version."""
         frontend = self._frontend
         tokenizer = frontend.config.model_path if frontend.tokenizer is not None else None
         return json_response(
@@ -160,7 +160,7 @@ class _Info:
         return json_response(self._frontend.metrics.waits.as_json("inference"))
 
     async def metrics(self, _: HttpRequest) -> Response:
-        """Prometheus text."""
+        """Returns the metrics in Prometheus's text format."""
         frontend = self._frontend
         text = frontend.metrics.render(frontend.scheduler, frontend.max_total_tokens)
         return Response(text, media_type=CONTENT_TYPE_LATEST)

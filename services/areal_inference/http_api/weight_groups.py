@@ -91,7 +91,7 @@ class MemorySource:
         return one_by_one(self, names)
 
     def close(self) -> None:
-        """Forgets them."""
+        """Closes the group and forgets the received tensors."""
         self._data.clear()
 
 
