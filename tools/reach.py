@@ -43,7 +43,7 @@ class Reach:
                     self._mentions.setdefault(target, set()).add(file)
 
     def tests(self, changed: Iterable[Path]) -> dict[Path, int]:
-        """Tests files that the change reaches, with their distance to it."""
+        """Returns the test files that the change reaches, with their distance to it."""
         distance: dict[Path, int] = {}
         for path in changed:
             file = self._root / path

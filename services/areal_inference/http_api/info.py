@@ -23,7 +23,7 @@ _HEALTH_GENERATE_S = 20.0
 
 
 def info_routes(frontend: Frontend) -> list[StarletteRoute]:
-    """Return all read-only endpoints of a frontend."""
+    """Returns all read-only endpoints of a frontend."""
     info = _Info(frontend)
     return [
         StarletteRoute(path, guarded(handler), methods=["GET"])
@@ -61,7 +61,7 @@ class _Info:
         return Response(status_code=200)
 
     async def health_generate(self, _: HttpRequest) -> Response:
-        """Generate one token; 503 after 20 s (also during a pause, as SGLang's)."""
+        """Generates one token; 503 after 20 s (also during a pause, as SGLang's)."""
         self._frontend.check_health()
         probe = Request(
             rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
@@ -132,7 +132,7 @@ class _Info:
         )
 
     async def loads(self, _: HttpRequest) -> Response:
-        """Queue lengths and cache use."""
+        """Returns queue lengths and cache use."""
         frontend = self._frontend
         scheduler = frontend.scheduler
         running = list(scheduler.running)
