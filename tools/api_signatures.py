@@ -36,9 +36,10 @@ VERSIONS = {
 _PLATFORMS = ("macosx_11_0_arm64", "macosx_14_0_arm64")
 
 Signatures = list[str] | None
-"""One for each overload; empty: it is there, its signature unknown; None: it is not there."""
+"""One signature for each overload; empty: it exists, with an unknown signature; None: it does not
+exist."""
 Table = dict[str, dict[str, Signatures] | Signatures]
-"""Name -> version -> signatures; without versions where all have the same."""
+"""Name -> version -> signatures; no versions if all of them have the same."""
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Sources:
         return set(self.wheel.namelist())
 
     def signatures(self, name: str) -> Signatures:
-        """Return those of a dotted name or of an operator."""
+        """Returns those of a dotted name or of an operator."""
         if name.startswith("operator "):
             return [] if name.removeprefix("operator ") in self._operators else None
         found = self._find(name.split("."))
@@ -312,7 +313,7 @@ def accepts(signature: str, use: Use) -> str | None:
 
 
 def download(package: str, version: str, folder: Path) -> Path:
-    """Return the wheel of a version, downloaded unless it is in the folder."""
+    """Returns the wheel of a version, downloaded unless it is in the folder."""
     pattern = f"{package}-{version}-*.whl"
     if not list(folder.glob(pattern)):
         platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
@@ -323,7 +324,7 @@ def download(package: str, version: str, folder: Path) -> Path:
 
 
 def table(folder: Path) -> Table:
-    """Return the signatures of all that the sources use, from wheels in a folder."""
+    """Returns the signatures of all that the sources use, from wheels in a folder."""
     names = sorted({use.name for use in uses(FOLDERS)})
     columns: dict[str, dict[str, Signatures]] = {name: {} for name in names}
     torch: Sources | None = None
@@ -343,7 +344,7 @@ def table(folder: Path) -> Table:
 
 
 def main() -> None:
-    """Write the file."""
+    """Writes the table of signatures."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(temporary)
         written = {"versions": VERSIONS, "signatures": table(folder)}

@@ -23,7 +23,7 @@ OBJECTS = {
     "hf": MODEL,
     "converter": "transformers.core_model_loading.WeightConverter",
 }
-"""Name of a variable -> class of what it holds, in the files that train."""
+"""Name of a variable -> class of the object in it, in the files that train."""
 METHODS = {
     "set_gradient_divide_factor": "torch.distributed.fsdp.FSDPModule",
     "set_force_sum_reduction_for_comms": "torch.distributed.fsdp.FSDPModule",
@@ -57,7 +57,7 @@ class Use:
 
 
 def uses(folders: Iterable[Path]) -> list[Use]:
-    """Return every use of torch and transformers in the Python files of folders."""
+    """Returns every use of torch and transformers in the Python files of folders."""
     found: list[Use] = []
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
@@ -68,7 +68,7 @@ def uses(folders: Iterable[Path]) -> list[Use]:
 
 
 class _Reader:
-    """Reads one file."""
+    """Reads the uses in one file."""
 
     def __init__(self, where: str, trains: bool) -> None:
         self._where = where

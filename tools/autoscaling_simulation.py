@@ -29,7 +29,7 @@ class World:
     name: str
     start: int
     work: tuple[tuple[float, float], ...] = ((0.0, 68.0),)
-    """(from second, server-seconds a step)."""
+    """(from second, server-seconds per step)."""
     train_s: float = 10.0
     latency_s: float = 0.0
     noise: float = 0.15
@@ -60,9 +60,10 @@ class Result:
     world: World
     servers: list[tuple[float, int]] = field(default_factory=list)
     turns: int = 0
-    """Changes of direction after the first, not counting those that the world asked for."""
+    """Changes of direction after the first, except those that the change of work requires."""
     settled_s: float = 0.0
-    """Until it stayed within a quarter (or one) of the best number; of the last change of work."""
+    """Seconds after the last change of work until the number stayed within a quarter (or one) of
+    the best number."""
     last: int = 0
     steps: int = 0
 

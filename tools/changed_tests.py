@@ -24,9 +24,9 @@ from tools.reach import Reach  # noqa: E402 - the repository's root is not on th
 
 WORKERS = 2
 BUDGET_S = 45.0
-"""Of both workers together, as recorded; the start of pytest and imports come on top."""
+"""Recorded seconds of both workers together; the start of pytest and imports are added to them."""
 UNKNOWN_S = 2.0
-"""Of a file that has not been recorded yet."""
+"""Seconds assumed for a file that has not been recorded yet."""
 
 
 def changed(since: str) -> list[Path]:

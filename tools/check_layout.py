@@ -48,7 +48,7 @@ TRANSPORTS = {"aiohttp", "fastapi", "grpc", "kubernetes", "nats", "redis", "star
 
 
 class Service:
-    """One service's folder."""
+    """The folder of one service."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -163,7 +163,7 @@ class Service:
 
 
 def services(root: Path) -> list[Service]:
-    """All of them, but the command."""
+    """Returns all services except the command."""
     return [
         Service(folder)
         for folder in sorted((root / "services").glob("areal_*"))

@@ -85,7 +85,7 @@ def checked(test: str) -> str:
 
 
 def run(test: str) -> tuple[bool, float, str]:
-    """Run one test: whether it passed, seconds, what it printed."""
+    """Runs one test: whether it passed, seconds, what it printed."""
     began = time.monotonic()
     try:
         done = subprocess.run(
@@ -104,7 +104,7 @@ def run(test: str) -> tuple[bool, float, str]:
 
 
 def main() -> int:
-    """Run those named, or all; 1 if one failed."""
+    """Runs those named, or all; 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="make examples", description="Runs examples in miniature."
     )

@@ -99,9 +99,9 @@ class Check:
     what: str
     against: str
     tests: tuple[str, ...]
-    """`file::the beginning of a name`, without both "test_"."""
+    """`file::the beginning of a name`, without "test_" in either."""
     differs: str = ""
-    """Where ours is another convention, and why."""
+    """Where our formula follows another convention, and why."""
 
 
 CHECKS = [
@@ -292,7 +292,7 @@ group. The overlong penalty does not affect the rejection, because the trainer a
 
 
 def shown(value: Any) -> str:
-    """As YAML has it."""
+    """Returns a value as YAML writes it."""
     return "null" if value is None else str(value).lower()
 
 
@@ -302,14 +302,14 @@ def settings(section: str, values: dict[str, Any]) -> list[str]:
 
 
 def row(check: Check) -> str:
-    """Return its line in the table."""
+    """Returns its line in the table."""
     tests = ", ".join(f"`{each}`" for each in check.tests)
     cells = (check.what, check.against, check.differs, tests)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def page() -> str:
-    """Return docs/algorithms.md."""
+    """Returns the text of docs/algorithms.md."""
     lines = [HEAD, "## Presets", "", "| `algorithm` | sets | formula | note |", "|---|---|---|---|"]
     for name, preset in PRESETS.items():
         title = preset.name
@@ -354,7 +354,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Writes the page."""
+    """Writes the page docs/algorithms.md."""
     TARGET.write_text(page())
     return 0
 

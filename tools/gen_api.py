@@ -89,7 +89,7 @@ def source_of(module: str) -> Path:
 
 
 def tree_of(module: str) -> ast.Module:
-    """A module, parsed."""
+    """Returns the parsed module."""
     return ast.parse(source_of(module).read_text())
 
 
@@ -103,7 +103,7 @@ def literal(module: str, name: str) -> dict[str, str]:
 
 
 def find(public: Public) -> ast.ClassDef | Function:
-    """Its definition."""
+    """Returns the definition of a name."""
     for node in tree_of(public.module).body:
         if isinstance(node, ast.ClassDef | Function) and node.name == public.name:
             return node
@@ -157,7 +157,7 @@ def signature(node: Function, name: str = "", owner: str = "") -> str:
 
 
 def arguments(args: ast.arguments) -> Iterator[str]:
-    """Each argument as it was written."""
+    """Returns each argument as it was written."""
     plain = [*args.posonlyargs, *args.args]
     given: list[ast.expr | None] = [None] * (len(plain) - len(args.defaults)) + list(args.defaults)
     for argument, default in zip(plain, given, strict=True):
@@ -173,7 +173,7 @@ def arguments(args: ast.arguments) -> Iterator[str]:
 
 
 def doc_of(node: ast.ClassDef | Function, where: str) -> str:
-    """Its docstring as Markdown."""
+    """Returns the docstring as Markdown."""
     text = ast.get_docstring(node)
     if not text:
         raise SystemExit(f"{where}: a public name without a docstring")
@@ -305,7 +305,7 @@ def page_of(public: Public) -> Iterator[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the text of docs/api.md."""
     parts = [HEAD.rstrip()]
     packed = ast.get_docstring(tree_of("areal_torch.algorithms.packing")) or ""
     parts += ["## The packed batch", as_markdown(packed.partition("\n\n")[2])]
@@ -317,7 +317,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Writes the page."""
+    """Writes the page docs/api.md."""
     TARGET.write_text(page())
     return 0
 

@@ -54,7 +54,7 @@ def _cut_lines(command: Any) -> Iterator[tuple[str, str]]:
 
 
 def page() -> str:
-    """Returns the page."""
+    """Returns the text of docs/commands.md."""
     command = get_command(app)
     text = get_docs_for_click(
         obj=command, ctx=typer.Context(command, info_name="areal"), name="areal", title="areal"
@@ -67,7 +67,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Writes the page."""
+    """Writes the page docs/commands.md."""
     TARGET.write_text(page())
     return 0
 

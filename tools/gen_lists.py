@@ -22,7 +22,7 @@ BLOCK = re.compile(r"(?ms)^( *)<!-- list: ([\w-]+) -->\n(.*?)<!-- end of list --
 
 
 def rewards() -> str:
-    """The built-in rewards."""
+    """Returns a table of the built-in rewards."""
     rows = [
         f"| `{name}` | {reward.meaning} | `{_file(reward.module)}::{reward.function}` |"
         for name, reward in BUILTIN.items()
@@ -31,7 +31,7 @@ def rewards() -> str:
 
 
 def transports() -> str:
-    """The weight transports."""
+    """Returns a table of the weight transports."""
     rows = [f"| `{name}` | {each.goes} | {each.needs} |" for name, each in TRANSPORTS.items()]
     head = ["| `weight_sync.transport` | where the bytes go | needs |", "|---|---|---|"]
     return "\n".join([*head, *rows])
@@ -81,7 +81,7 @@ def filled(page: str) -> str:
 
 
 def main() -> int:
-    """Writes the lists."""
+    """Writes the lists into their pages."""
     for page in sorted({page for page, _ in LISTS.values()}):
         (ROOT / page).write_text(filled(page))
     return 0

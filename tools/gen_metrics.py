@@ -132,7 +132,7 @@ class _Registry(CollectorRegistry):
 
 
 def exported(make: Callable[[CollectorRegistry], object]) -> list[Exported]:
-    """Return what the collectors that `make` registers export."""
+    """Returns what the collectors that `make` registers export."""
     registry = _Registry()
     kept = make(registry)
     found = []
@@ -145,7 +145,7 @@ def exported(make: Callable[[CollectorRegistry], object]) -> list[Exported]:
 
 
 def of_every_service(service: str) -> list[Exported]:
-    """Return the metrics of `areal.chassis`, which each service has under its own name."""
+    """Returns the metrics of `areal.chassis`, which each service has under its own name."""
 
     def make(registry: CollectorRegistry) -> object:
         Doorkeeper(service, Security(), registry)
@@ -156,7 +156,7 @@ def of_every_service(service: str) -> list[Exported]:
 
 
 def of_the_cpu_engine() -> list[Exported]:
-    """Return the metrics of `areal_inference`, which keeps its registry to itself."""
+    """Returns the metrics of `areal_inference`, which keeps its registry to itself."""
     stats = SimpleNamespace(
         prompt_tokens=0, cached_tokens=0, generation_tokens=0, requests=0, aborted=0, retracted=0,
         busy_seconds=0.0, steps=0, weight_updates=0, weight_update_seconds=0.0,
@@ -197,13 +197,13 @@ def _watching(metrics: WeightSyncMetrics) -> WeightSyncMetrics:
 
 
 def step_table(section: str) -> str:
-    """Return the table of a section of a step's metrics."""
+    """Returns the table of a section of a step's metrics."""
     lines = [f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in METRICS[section]]
     return "\n".join(["| key | unit | meaning |", "|---|---|---|", *lines])
 
 
 def service_table(metrics: list[Exported]) -> str:
-    """Return the table of a service."""
+    """Returns the table of a service."""
     lines = [
         f"| `{m.name}{'{' + ', '.join(m.labels) + '}' if m.labels else ''}` | {m.kind} | {m.text} |"
         for m in metrics
@@ -212,7 +212,7 @@ def service_table(metrics: list[Exported]) -> str:
 
 
 def page() -> str:
-    """Return docs/metrics.md."""
+    """Returns the text of docs/metrics.md."""
     steps = [name for name in METRICS if name != "Evaluations"]
     parts = [HEAD.rstrip()]
     parts += [f"### {name}\n\n{step_table(name)}" for name in steps]
@@ -243,7 +243,7 @@ def trackers() -> str:
 
 
 def main() -> int:
-    """Writes the page."""
+    """Writes the page docs/metrics.md."""
     TARGET.write_text(page())
     return 0
 

@@ -69,7 +69,7 @@ def registry() -> dict[str, str]:
 
 
 def try_architecture(model_type: str, seed: int = 0) -> Row:
-    """Make a tiny model, start it as a trainer would, and compare it with plain transformers."""
+    """Makes a tiny model, starts it as a trainer would, and compares it with plain transformers."""
     name = registry()[model_type]
     try:
         hf = tiny_model(model_type, seed)
@@ -108,11 +108,11 @@ def errors(
     """Largest difference of a logprob, and relative difference of the gradient.
 
     Args:
-        hf: plain transformers model with eager attention, in eval(): one sequence at a time.
-        model: the same weights, packed.
-        seed: of the tokens.
-        given: of each group the tokens of its prefix, and what each sequence adds.
-        share_prefixes: compute a prefix once.
+        hf: Plain transformers model with eager attention, in eval(): one sequence at a time.
+        model: The same weights, packed.
+        seed: Of the tokens.
+        given: Of each group the tokens of its prefix, and what each sequence adds.
+        share_prefixes: Compute a prefix once.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = hf.config.get_text_config().vocab_size
@@ -157,7 +157,7 @@ def _gradients(hf: Any) -> dict[str, torch.Tensor]:
 
 
 def render(rows: list[Row]) -> str:
-    """The page."""
+    """Returns the text of docs/models.md."""
     import transformers
 
     def table(result: str, *, notes: str = "") -> list[str]:

@@ -67,7 +67,7 @@ class House:
 
 
 def modules(services: Path) -> dict[str, Path]:
-    """Every module below `services` by its dotted name, generated code left out."""
+    """Returns every module below `services` by its dotted name, except generated code."""
     found = {}
     for file in sorted(services.rglob("*.py")):
         parts = file.relative_to(services).with_suffix("").parts

@@ -52,9 +52,9 @@ OVERRIDES = "pillow>=13\npython-dateutil>=3.0.0\ntorch ; python_version < '3'\n"
 CUDA = "torch-cuda.txt"
 """The one lock that has torch, with the CUDA libraries that it asks for."""
 _BESIDE = ("ray", "environments")
-"""Extras with a file of their own, which `make setup` does not install."""
+"""Extras with a lock file of their own, which `make setup` does not install."""
 _TRACKERS = ("mlflow", "trackio", "wandb")
-"""Extras that share a file, which `make setup` does not install."""
+"""Extras that share a lock file, which `make setup` does not install."""
 HEADER = "# Written by `make lock` from pyproject.toml.\n"
 
 

@@ -20,7 +20,7 @@ _LAZY = "_EXPORTS"
 
 
 def known_modules(root: Path = ROOT) -> dict[str, Path]:
-    """Every module of ours by the dotted name under which files import it."""
+    """Returns every module of ours by the dotted name under which files import it."""
     found = modules(root / "services")
     for place in _PLACES[1:]:
         for name, file in modules(root / place).items():
@@ -43,7 +43,7 @@ class Reach:
                     self._mentions.setdefault(target, set()).add(file)
 
     def tests(self, changed: Iterable[Path]) -> dict[Path, int]:
-        """Test files that the change reaches, with their distance to it."""
+        """Returns the test files that the change reaches, with their distance to it."""
         distance: dict[Path, int] = {}
         for path in changed:
             file = self._root / path

@@ -31,7 +31,7 @@ SEEDS = range(4)
 
 
 def definitions(wheel: Path, path: str, names: list[str], namespace: dict[str, Any]) -> None:
-    """Execute named top-level definitions of a file of a wheel, without their registries."""
+    """Executes named top-level definitions of a file of a wheel, without their registries."""
     with zipfile.ZipFile(wheel) as archive:
         tree = ast.parse(archive.read(path))
     # Methods too: they become functions.
@@ -51,7 +51,7 @@ def definitions(wheel: Path, path: str, names: list[str], namespace: dict[str, A
 
 
 def rows(seed: int) -> dict[str, torch.Tensor]:
-    """Make padded rows: prompts, then generated tokens with a stretch of tool output in some."""
+    """Makes padded rows: prompts, then generated tokens with a stretch of tool output in some."""
     g = torch.Generator().manual_seed(seed)
     count, width = 8, 24
     lengths = torch.randint(8, width + 1, (count,), generator=g)
@@ -87,7 +87,7 @@ def rows(seed: int) -> dict[str, torch.Tensor]:
 
 
 def with_gradient(loss: Any, policy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a loss of the policy logprobs and its gradient."""
+    """Returns a loss of the policy logprobs and its gradient."""
     policy = policy.clone().requires_grad_()
     value = loss(policy)
     value.backward()
@@ -95,7 +95,7 @@ def with_gradient(loss: Any, policy: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def record_areal(wheel: Path) -> dict[str, np.ndarray]:
-    """Run AReaL's loss, critic loss, loglinear approximation and advantages."""
+    """Runs AReaL's loss, critic loss, loglinear approximation and advantages."""
     ns: dict[str, Any] = {"torch": torch, "np": np, "dataclass": dataclass, "Any": Any}
     ns |= {"functools": __import__("functools"), "dist": torch.distributed}
     ns |= {"PROX_APPROX_METHOD_LOGLINEAR": "loglinear", "PROX_APPROX_METHOD_LINEAR": "linear"}
@@ -116,7 +116,7 @@ def record_areal(wheel: Path) -> dict[str, np.ndarray]:
 
 
 def areal_case(ns: dict[str, Any], r: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Run AReaL's functions on one set of rows."""
+    """Runs AReaL's functions on one set of rows."""
     out = {name: value.numpy() for name, value in r.items()}
     common = (r["proximal_logprobs"], r["behavior_logprobs"], r["advantages"])
     cap = SimpleNamespace(level="token", action="mask", metric="ratio", upper=2.0, lower=None)
@@ -198,7 +198,7 @@ def areal_case(ns: dict[str, Any], r: dict[str, torch.Tensor]) -> dict[str, np.n
 
 
 def record_verl(wheel: Path) -> dict[str, np.ndarray]:
-    """Run verl's advantages, losses, aggregations, KL terms and rollout weights."""
+    """Runs verl's advantages, losses, aggregations, KL terms and rollout weights."""
     functional: dict[str, Any] = {"torch": torch}
     names = ["masked_sum", "masked_mean", "masked_var", "masked_whiten", "clip_by_value"]
     definitions(wheel, "verl/utils/torch_functional.py", names, functional)
@@ -224,7 +224,7 @@ def record_verl(wheel: Path) -> dict[str, np.ndarray]:
 
 
 def verl_case(ns: dict[str, Any], r: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Run verl's functions on one set of rows."""
+    """Runs verl's functions on one set of rows."""
     out = {name: value.numpy() for name, value in r.items()}
     mask = r["loss_mask"].float()
     # Uneven groups.
@@ -301,7 +301,7 @@ class DictNamespace(SimpleNamespace):
 
 
 def record_trl(wheel: Path) -> dict[str, np.ndarray]:
-    """Run the loss of TRL's GRPOTrainer."""
+    """Runs the loss of TRL's GRPOTrainer."""
     ns: dict[str, Any] = {"torch": torch, "nanmin": torch.amin, "nanmax": torch.amax}
     definitions(wheel, "trl/trainer/grpo_trainer.py", ["_compute_loss"], ns)
     out: dict[str, np.ndarray] = {}
@@ -369,7 +369,7 @@ def trl_loss(
 
 
 def record_preference(wheel: Path) -> dict[str, np.ndarray]:
-    """Run the losses of TRL's DPOTrainer and CPOTrainer: rows of the first half are the chosen."""
+    """Runs the losses of TRL's DPOTrainer and CPOTrainer: rows of the first half are the chosen."""
     ns: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
     definitions(wheel, "trl/experimental/cpo/cpo_trainer.py", ["cpo_loss"], ns)
     dpo = dpo_statements(wheel)
@@ -420,7 +420,7 @@ def dpo_statements(wheel: Path) -> Any:
 
 
 def main() -> None:
-    """Write the files; the package versions are recorded in them."""
+    """Writes the files; the package versions are recorded in them."""
     GOLDEN.mkdir(parents=True, exist_ok=True)
     wheels = [Path(each) for each in sys.argv[1:]]
     records = {"areal": record_areal, "verl": record_verl, "trl": record_trl}

@@ -40,7 +40,7 @@ def memory(whole: Stack, service: str) -> int:
 
 
 def page(whole: Stack, process: str) -> str:
-    """Its /metrics."""
+    """Reads the /metrics of a process."""
     with urllib.request.urlopen(f"http://{whole.metrics[process]}/metrics", timeout=120) as answer:
         return str(answer.read().decode())
 

@@ -27,12 +27,12 @@ import uvloop
 VOCABULARY = 250
 UPDATE_S = 0.05
 SPREAD = 0.6
-"""Of the logarithm of a length."""
+"""Standard deviation of the logarithm of a length."""
 _LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
 
 
 class Server:
-    """One server's state."""
+    """The state of one server."""
 
     def __init__(self, number: int, tokens_per_s: float, median: float, first: int) -> None:
         slow = 0.1 if number % 50 == 49 else 1.0
@@ -41,11 +41,11 @@ class Server:
         self.version = "default"
         self.running = 0
         self.requests: dict[str, Callable[[str], None]] = {}
-        """By id: ends one now, with the tokens it has."""
+        """Requests by id; an entry ends the request now, with the tokens it has."""
         self._median = median
         self._first = first
         self._changes: list[tuple[float, str]] = []
-        """(time, version before it): of the recent updates."""
+        """(time, version before it) for each of the recent updates."""
 
     def control(self, path: str, body: dict[str, Any]) -> tuple[float, Any]:
         """(seconds, answer) of anything but /generate; None for what is not known."""
@@ -137,7 +137,7 @@ class Server:
 
 
 class Connection(asyncio.Protocol):
-    """As little HTTP as our clients speak: one request at a time."""
+    """Speaks as little HTTP as our clients need: one request at a time."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -67,7 +67,7 @@ from areal_torch.models.tiny import make_tiny_model
 ROOT = Path(__file__).parents[1]
 SERVICES = ("rollout", "buffer", "weight_sync", "reward")
 CONNECTIONS = 15_000
-"""Of one process: below a limit of 20,000 open files."""
+"""Connections of one process: below a limit of 20,000 open files."""
 TOKENS = 64
 MEAN = 1.2
 """Mean length / median length of the log-normal answers."""
@@ -77,7 +77,7 @@ QUADRATIC = 3.0
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Prints progress to standard error."""
     print(f"{time.strftime('%H:%M:%S')} load {os.getloadavg()[0]:.1f}: {text}", file=sys.stderr)
 
 
@@ -149,13 +149,13 @@ class Simulation:
         self._numbers = itertools.count()
 
     async def close(self) -> None:
-        """Closes the clients."""
+        """Closes the clients of the stack."""
         await self.redis.aclose()
         for client in (self.buffer, self.sync):
             await client.close()
 
     async def submit(self, tasks: int) -> None:
-        """Queues so many."""
+        """Queues this many tasks."""
         row = {"messages": [{"role": "user", "content": "12+34="}], "answer": "B"}
         new = [
             Task(f"t{next(self._numbers)}", Purpose.SERVE, self._workflow, row)
@@ -229,7 +229,7 @@ class Simulation:
         return sum(found)
 
     async def memory(self) -> meter.Row:
-        """Bytes by service."""
+        """Returns the memory of each service, in bytes."""
         held = {name: float(meter.memory(self.whole, name)) for name in ("rollout", "buffer")}
         return {**held, "redis": (await self.redis.info("memory"))["used_memory"]}
 
@@ -304,7 +304,7 @@ class Simulation:
 async def simulate(
     count: int, episodes: int, options: argparse.Namespace, folder: Path
 ) -> tuple[meter.Row, dict[str, dict[str, tuple[float, float]]]]:
-    """One size."""
+    """Simulates one size and returns its figures."""
     with ExitStack() as stack:
         servers = start_servers(stack, count, episodes, options)
         whole = start_services(stack, folder, servers, episodes)

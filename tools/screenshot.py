@@ -96,7 +96,7 @@ async def _capture(
 
 
 def main() -> None:
-    """Reads the arguments."""
+    """Reads the arguments and takes the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("url")
     parser.add_argument("out", type=Path)

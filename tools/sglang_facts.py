@@ -22,7 +22,7 @@ _COMPILING = ("apache-tvm-ffi", "flashinfer-python", "ninja", "tilelang")
 
 
 def facts(wheel: Path) -> dict[str, object]:
-    """Return versions that the wheel pins, the CUDA release it is for, and what compiles."""
+    """Returns versions that the wheel pins, the CUDA release it is for, and what compiles."""
     with zipfile.ZipFile(wheel) as archive:
         [name] = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))

@@ -32,9 +32,9 @@ MIB = 2**20
 MOST_MIB = 1.0
 """Growth of a process in 1,000 steps."""
 _FEW = 3
-"""Samples on either side of a jump, at least."""
+"""Fewest samples on either side of a jump."""
 _MOST_ALIKE = 0.98
-"""Correlation of the noise of one sample with that of the next, at most."""
+"""Highest correlation of the noise of one sample with that of the next."""
 SMALL = (
     *("experiment_name=soak", "trial_name=soak", "total_train_steps=10000000"),
     *("allocation_mode=sglang:d1+fsdp:d1", "train_dataset.batch_size=4", "gconfig.n_samples=2"),
@@ -50,7 +50,7 @@ class Slope:
     first: float
     last: float
     per_1000: float
-    """In 1,000 steps, fitted over the second half."""
+    """Growth per 1,000 steps, fitted over the second half."""
     error: float
     """The standard error of `per_1000`, for noise in which each sample resembles the one before;
     infinite for fewer than three samples."""

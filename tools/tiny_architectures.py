@@ -185,10 +185,10 @@ class NotTried(Exception):
 
 
 def tiny_config(model_type: str) -> Any:
-    """Return the configuration of a tiny model.
+    """Returns the configuration of a tiny model.
 
     Raises:
-        NotTried: it is made of several models.
+        NotTried: It is made of several models.
     """
     from transformers import CONFIG_MAPPING
 
@@ -252,10 +252,10 @@ def _tiny_text(text: Any, model_type: str) -> dict[str, Any]:
 
 
 def tiny_model(model_type: str, seed: int) -> Any:
-    """Return a tiny model with weights large enough for errors to show, eager and in eval().
+    """Returns a tiny model with weights large enough for errors to show, eager and in eval().
 
     Raises:
-        NotTried: it cannot be made tiny.
+        NotTried: It cannot be made tiny.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -25,10 +25,10 @@ _KINDS = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"RIFF", "w
 
 
 def data_url(file: bytes) -> str:
-    """Return the bytes of an image's file as a data URL.
+    """Returns the bytes of an image's file as a data URL.
 
     Raises:
-        InvalidInput: the file is not a PNG, JPEG or WebP.
+        InvalidInput: The file is not a PNG, JPEG or WebP.
     """
     kind = next((kind for magic, kind in _KINDS if file.startswith(magic)), None)
     if kind is None:
@@ -39,7 +39,7 @@ def data_url(file: bytes) -> str:
 
 
 def image_files(row: dict[str, Any]) -> tuple[bytes, ...]:
-    """Return the files of a row's `images`, as a workflow finds them.
+    """Returns the files of a row's `images`, as a workflow finds them.
 
     Raises:
         InvalidInput: `images` is not a list, or an item is not the data URL of an image.
@@ -66,10 +66,10 @@ def _file(image: Any, number: int) -> bytes:
 
 
 def portable(value: Any) -> str:
-    """Convert an image of a row to a value that JSON can hold.
+    """Converts an image of a row to a value that JSON can hold.
 
     Args:
-        value: a PIL image, the bytes of an image's file, or its pathlib.Path.
+        value: A PIL image, the bytes of an image's file, or its pathlib.Path.
 
     Raises:
         TypeError: The value is none of these (JSON encoders expect this error).

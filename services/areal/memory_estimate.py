@@ -58,12 +58,12 @@ MODES: tuple[Checkpointing, ...] = ("none", "selective", "full", "offload")
 # by the same code; `make test-liger` compares gradients.
 _FUSED = frozenset({"llama", "qwen2", "qwen3"})
 SURELY = 0.8
-"""Of the memory that is there: what an allocator leaves in pieces takes the rest."""
+"""Share of the existing memory that can be used: the allocator's fragmentation takes the rest."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's sizes."""
+    """Sizes of a decoder, from its config.json."""
 
     parameters: int
     layer_parameters: int
@@ -74,18 +74,18 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    """Of the feed-forward layer that one token passes: of all its experts together."""
+    """Width of the feed-forward layer that one token passes; the sum over all its experts."""
     vocabulary: int
     routed: int = 0
     """Experts that one token passes; 0: there are none."""
     expert_parameters: int = 0
-    """Of one layer's experts."""
+    """Parameters of the experts of one layer."""
     head_norms: bool = False
-    """Queries and keys are normalized."""
+    """Whether queries and keys are normalized."""
     tied: bool = False
-    """The head is the embedding."""
+    """Whether the head is the embedding."""
     kind: str = ""
-    """`model_type`, of all of it where it is made of several models."""
+    """`model_type` of the checkpoint, also if it is made of several models."""
     recurrent: int = 0
     """Values per token that a recurrent layer projects its input to; 0: the model has none."""
 
@@ -96,7 +96,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, directory: Path) -> ModelShape:
-        """Read the sizes from config.json, and from the headers of *.safetensors if there are any.
+        """Reads the sizes from config.json, and from the headers of *.safetensors if there are any.
 
         Raises:
             InvalidInput: No config.json, or one that lacks a decoder's sizes.
@@ -195,7 +195,7 @@ def _stored_parameters(directory: Path) -> int:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes by part."""
+    """Estimated memory of a rank: bytes by part."""
 
     parts: dict[str, int] = field(default_factory=dict)
 
@@ -205,7 +205,7 @@ class Need:
 
     @property
     def largest(self) -> str:
-        """The largest part."""
+        """Names the largest part."""
         return max(self.parts, key=lambda part: self.parts[part])
 
     def __str__(self) -> str:
@@ -222,18 +222,18 @@ class Setting:
 
     layout: Layout
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     gpu: bool
 
 
 def layer_kernels(wanted: Kernels, kind: str, layout: Layout, *, gpu: bool) -> Kernels:
-    """Return what `auto` stands for, the same on every rank of one installation.
+    """Returns what `auto` stands for, the same on every rank of one installation.
 
     Args:
-        wanted: as configured.
-        kind: the model's `model_type`.
-        layout: of the trainer's ranks.
-        gpu: layers compute on GPUs.
+        wanted: As configured.
+        kind: The model's `model_type`.
+        layout: Of the trainer's ranks.
+        gpu: Layers compute on GPUs.
     """
     if wanted != "auto":
         return wanted
@@ -245,13 +245,13 @@ def layer_kernels(wanted: Kernels, kind: str, layout: Layout, *, gpu: bool) -> K
 def activation_bytes(
     shape: ModelShape, element: int, mode: Checkpointing, *, fused: bool = False
 ) -> tuple[int, int]:
-    """Return bytes per token that each layer keeps, and that one recomputed layer needs.
+    """Returns bytes per token that each layer keeps, and that one recomputed layer needs.
 
     Args:
-        shape: the model's sizes.
+        shape: The model's sizes.
         element: bytes of the compute precision.
-        mode: what layers keep; if less than everything, one layer at a time is recomputed.
-        fused: norms and gates are one kernel each, by Liger or torch.compile.
+        mode: What layers keep; if less than everything, one layer at a time is recomputed.
+        fused: Norms and gates are one kernel each, by Liger or torch.compile.
     """
     # transformers' modules: per norm the float32 input, the normalized one and the output; queries,
     # keys, values before and after they are gathered by length; gate, up, their product, silu.
@@ -287,18 +287,18 @@ def trainer_rank(
     reference: RefConfig | None = None,
     chunk: int = 0,
 ) -> Need:
-    """Return the memory that one trainer rank needs at its peak, on its device.
+    """Returns the memory that one trainer rank needs at its peak, on its device.
 
     Ranks that share tokens each hold a part of the activations. Ranks that share matrices hold a
     part of each layer, but are counted with all activations, which is an upper bound.
 
     Args:
-        engine: the trained model's settings.
-        shape: its sizes.
-        setting: ranks and tokens.
-        mode: from `choose`.
-        reference: a frozen model of the same sizes.
-        chunk: elements of the largest logits tensor; 0: the least.
+        engine: The trained model's settings.
+        shape: Its sizes.
+        setting: Ranks and tokens.
+        mode: From `choose`.
+        reference: A frozen model of the same sizes.
+        chunk: Elements of the largest logits tensor; 0: the least.
     """
     layout, gpu = setting.layout, setting.gpu
     ranks, element = layout.per_copy, BYTES[compute_dtype(engine, gpu=gpu)]
@@ -342,7 +342,7 @@ def trainer_rank(
 
 
 def _state_bytes(engine: TrainEngineConfig, shape: ModelShape, element: int) -> int:
-    """Of weights, gradients and moments of all ranks together; frozen weights are weights only."""
+    """Returns the bytes of weights, gradients and moments of all ranks; frozen: only weights."""
     narrow = engine.optimizer is not None and engine.optimizer.moments == "bfloat16"
     each = 2 * MASTER + 2 * BYTES["bfloat16" if narrow else "float32"]
     if engine.lora is None:
@@ -362,14 +362,14 @@ def choose(
     there: int,
     reference: RefConfig | None = None,
 ) -> Checkpointing:
-    """Choose what layers keep: as configured, or the fastest mode that fits.
+    """Chooses what layers keep: as configured, or the fastest mode that fits.
 
     Args:
-        engine: the trained model's settings.
-        shape: its sizes; None: they are not known.
-        setting: ranks and tokens.
-        there: free bytes on the device; 0: not known.
-        reference: as for `trainer_rank`.
+        engine: The trained model's settings.
+        shape: Its sizes; None: they are not known.
+        setting: Ranks and tokens.
+        there: Free bytes on the device; 0: not known.
+        reference: As for `trainer_rank`.
     """
     chosen = engine.gradient_checkpointing
     if chosen is not None:
@@ -390,7 +390,7 @@ def choose_chunk(
     there: int,
     reference: RefConfig | None = None,
 ) -> int:
-    """Choose the elements of the largest logits tensor for a `mode` that `choose` has returned.
+    """Chooses the elements of the largest logits tensor for a `mode` that `choose` has returned.
 
     That mode fits with the smallest chunk: recomputing layers costs more than reading the head's
     weight again.
@@ -408,7 +408,7 @@ def choose_chunk(
 
 
 def largest_chunk(vocabulary: int, fits: Callable[[int], bool]) -> int:
-    """Return the elements of a chunk of HEAD_TOKENS tokens, or of half as many until it fits."""
+    """Returns the elements of a chunk of HEAD_TOKENS tokens, or of half as many until it fits."""
     tokens = HEAD_TOKENS
     while tokens * vocabulary > LEAST_CHUNK and not fits(tokens * vocabulary):
         tokens //= 2
@@ -423,7 +423,7 @@ def compute_dtype(engine: TrainEngineConfig, *, gpu: bool) -> str:
 def ways_out(
     need: Need | None, engine: TrainEngineConfig, mode: Checkpointing, setting: Setting
 ) -> str:
-    """Return settings that reduce a rank's memory, those for its largest part first."""
+    """Returns settings that reduce a rank's memory, those for its largest part first."""
     lighter = MODES[MODES.index(mode) + 1 : None if setting.gpu else -1]
     tokens = engine.mb_spec.max_tokens_per_mb
     activations = [f"a smaller actor.mb_spec.max_tokens_per_mb ({tokens})"]

@@ -1,4 +1,4 @@
-"""Former names of modules: `areal.engines.sft` is `areal_torch.engines.sft` since 0.3.
+"""Former names of modules: areal.engines.sft is `areal_torch.engines.sft` since 0.3.
 
 Recipes import some of them. A recipe from before the move gets the same module, and one warning
 that names the new place. The former names go in 0.4, and this file with them.

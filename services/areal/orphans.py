@@ -43,7 +43,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def own_children() -> set[int]:
-    """Pids of this process's children, dead ones that no one has waited for included."""
+    """Returns the pids of this process's children, including dead ones not yet waited for."""
     me, found = str(os.getpid()), set()
     # /proc/self/task/*/children would be shorter, and leaves some out while others end.
     for folder in Path("/proc").glob("[0-9]*"):

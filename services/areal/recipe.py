@@ -34,7 +34,7 @@ class Recipe:
     """
 
     file_name: str
-    """For messages and tracebacks."""
+    """File name shown in messages and tracebacks."""
     source: bytes
 
     @cached_property
@@ -117,7 +117,7 @@ def _load_folder(recipe: Recipe) -> ModuleType:
 
 
 def _top_level_error(error: BaseException, own: str, entry: str) -> InvalidInput:
-    """One line: what a recipe's top level raised, and where in its own file or folder."""
+    """Returns one line: what a recipe's top level raised, and where in its own file or folder."""
     inside = (own, own.rstrip("/") + "/")
     frames = [
         frame

@@ -32,7 +32,7 @@ from areal.errors import InvalidInput, Unavailable
 ENTRY = "recipe.py"
 _MARK = b"\n# areal recipe folder: the zip of its other files, in base64\n"
 MAX_BYTES = 1024 * 1024
-"""Of the packed recipe; BufferService takes no more."""
+"""Largest size of a packed recipe; BufferService accepts no more."""
 _MAX_UNPACKED = 16 * MAX_BYTES
 _MAX_FILES = 500
 _DAMAGED = (
@@ -180,7 +180,7 @@ class Files(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, package: str, folder: Path, shown: str, mark: tuple[str, object]) -> None:
-        """`shown`: the author's name of the folder. `mark`: an attribute of each module."""
+        """`shown` is the author's name of the folder, `mark` an attribute of each module."""
         self.package, self._folder, self._shown, self._mark = package, folder, shown, mark
 
     def find_spec(

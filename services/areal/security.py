@@ -35,7 +35,7 @@ _FILES = {
 
 MIN_TOKEN_LENGTH = 16
 _LOOK_S = 1.0
-"""Between two looks at the files: wrong tokens cannot keep a process reading."""
+"""Seconds between two readings of the files, so that wrong tokens cannot keep a process reading."""
 UNAUTHENTICATED = (
     "this endpoint requires a bearer token; the request had none, or a wrong one "
     "(set security.dir or AREAL_TOKEN; `areal token` prints the token of a local stack)"
@@ -110,7 +110,7 @@ class Security:
 
     token: str = field(default="", repr=False)
     previous_token: str = field(default="", repr=False)
-    """Accepted, too, and presented to a server that refuses `token`: a rotation is under way."""
+    """Also accepted, and sent to a server that refuses `token`, while a token is rotated."""
     redis_password: str = field(default="", repr=False)
     nats_token: str = field(default="", repr=False)
     tls: Tls | None = None

@@ -66,7 +66,7 @@ class StopReason(StrEnum):
 
 @dataclass
 class GenerationHyperparameters:
-    """Sampling parameters."""
+    """Sampling parameters of a generation."""
 
     n_samples: Annotated[int, Ge(1)] = 1
     """Number of samples per task, which is the size of the group."""
@@ -152,7 +152,7 @@ class LLMResponse:
 
 
 TIMEOUTS = "timeouts"
-"""Part of a reward: 1 where an answer took too long to judge and therefore scored 0."""
+"""Part of a reward: 1 where judging an answer took too long and it therefore scored 0."""
 
 
 SPLITS = "splits"

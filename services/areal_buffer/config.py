@@ -28,26 +28,26 @@ class BufferConfig:
     max_failure_ratio: float
     max_memory_bytes: int
     spare_bytes: int = 0
-    """Of these, for groups that no step trains on and the trainer keeps with its rollouts; 0: it
-    keeps none."""
+    """Part of these bytes for groups that no step trains on and that the trainer keeps with its
+    rollouts; 0: it keeps none."""
     straggler_deadline_ms: int = 30_000
     """How long a batch waits for groups that would become too stale."""
     max_attempts: int = 3
     """Attempts ended by the workflow's own error before a task is dead-lettered."""
     max_infrastructure_attempts: int = 10
-    """Attempts ended by infrastructure before that; more, as they are no fault of the task."""
+    """Attempts ended by infrastructure before that; more, because they are not the task's fault."""
     serve_result_ttl_ms: int = 24 * 3600 * 1000
     """How long a served result that no one reads stays; one that was read is released minutes
     later, and either sooner where there is no room."""
     first_call_ms: int = 600_000
     """How long a session without any call keeps its slot, if its agent may be silent for longer."""
     recipes_bytes: int = 32 * 1024 * 1024
-    """Of recipes that are kept; those used longest ago go, except the trainers'."""
+    """Bytes of recipes that are kept; the least recently used are deleted, except the trainers'."""
     max_group_bytes: int = MAX_GROUP_BYTES
     max_regenerations: int = 3
     """Times a group is generated again for being too stale before it is dead-lettered."""
     kept_place_ms: int = 5_000
-    """How long a slot is kept for an agent that was refused a session: it asks again."""
+    """How long a slot is reserved for an agent that was refused a session, which will ask again."""
 
     @classmethod
     def from_experiment(cls, config: GRPOConfig) -> BufferConfig:

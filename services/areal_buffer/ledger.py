@@ -80,7 +80,7 @@ class Wakes:
             self.notify(kind)
 
 
-# Kind of wait and whom it is on, for the watchdog.
+# Kind of wait and the service that is waited for, for the watchdog.
 _WAITS_FOR = {
     Kind.LEASE: ("lease", "queue and admission"),
     Kind.TAKE: ("batch", "rollout workers"),

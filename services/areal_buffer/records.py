@@ -9,10 +9,10 @@ from areal.types import Purpose
 RECORD_BYTES = 512
 """A task's record without its body, as the scripts count it; measured: about 530."""
 ENDED_BYTES = 200
-"""What is left of it once it has been trained on and released; measured: 185 of 16,000 tasks."""
+"""Bytes of a record after the task was trained on and released; measured: 185 for 16,000 tasks."""
 
-# Of Redis's own limit: above it Redis refuses every write, and then no commit could release
-# anything. What is left takes the next batch, which passes our limit, and what is not counted.
+# Share of Redis's own limit: above that limit Redis refuses every write, so no commit could free
+# memory. The rest is for the next batch, which may pass our limit, and for what is not counted.
 _OF_REDIS = 0.8
 
 
@@ -25,7 +25,7 @@ class MemoryGauge:
         self.ledger_bytes = 0
         """What it held at the sample: bodies, groups, journals, tracebacks and records."""
         self.redis_bytes = 0
-        """What Redis used then, everybody's data together."""
+        """Memory that Redis used at that time for all data of all its users."""
         self._asked_bytes = limit_bytes
 
     def sample(self, ledger_bytes: int, redis_bytes: int, redis_limit_bytes: int = 0) -> None:
@@ -55,9 +55,9 @@ class Completion:
 
     task_id: str
     token: int
-    """The lease under which it was made."""
+    """Fencing token of the lease under which it was made."""
     payload: bytes
-    """The serialized TrajectoryGroup as it came: maybe a zstd frame."""
+    """The serialized TrajectoryGroup as it arrived, possibly a zstd frame."""
     head_version: int
     """Smallest version that sampled a token; -1 if none was sampled."""
     lengths: tuple[int, ...]
@@ -67,7 +67,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did."""
+    """The results of one sweep."""
 
     extended: int
     """Leases extended because of an outage."""
@@ -76,6 +76,6 @@ class Swept:
     expired: int
     """Tasks past their time to live."""
     released: int
-    """Results that were read, or serve tasks that ended long ago: at most so many of each."""
+    """Results that were read, and serve tasks that ended long ago; bounded in each sweep."""
     gap_ms: int
-    """Since the sweep before."""
+    """Milliseconds since the previous sweep."""

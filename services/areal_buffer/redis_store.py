@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def _chunks(items: Sequence[T], size_of: Callable[[T], int]) -> Iterable[Sequence[T]]:
-    """At least one chunk, each bounded in number and bytes."""
+    """Yields at least one chunk, each bounded in number and bytes."""
     start, size = 0, 0
     for at, item in enumerate(items):
         size += size_of(item)
@@ -109,7 +109,7 @@ class RedisStore:
     async def _rows(
         self, task_ids: Sequence[str], *, groups: bool
     ) -> AsyncIterator[tuple[str, replies.Row, bytes | None]]:
-        """Of each known task its id, its `RECORD_FIELDS` and, if asked for, its group."""
+        """Yields the id of each known task, its `RECORD_FIELDS` and, if requested, its group."""
         size = _CHUNK_READ_GROUPS if groups else _CHUNK_TASKS
         for start in range(0, len(task_ids), size):
             chunk = task_ids[start : start + size]
@@ -293,7 +293,7 @@ class RedisStore:
     async def discarded(
         self, incarnation: int, step: int, start: int
     ) -> tuple[int, list[pb.Discarded]]:
-        """How many train tasks ended untrained before a step's batch, and some of them."""
+        """Returns how many train tasks ended untrained before a step's batch, and some of them."""
         total, entries = await self._scripts.run(
             "discarded", incarnation, step, start, _CHUNK_BYTES
         )
@@ -315,7 +315,7 @@ class RedisStore:
     # -- looking ------------------------------------------------------------------------------
 
     async def dead_letters(self, limit: int) -> AsyncIterator[pb.DeadLetter]:
-        """Returns the dead letters, newest first."""
+        """Yields the dead letters, newest first."""
         try:
             ids = await self._redis.zrevrange(f"{self._prefix}dead", 0, limit - 1)
         except RedisError as error:
@@ -344,11 +344,11 @@ class RedisStore:
         return total
 
     async def stats(self) -> LedgerStats:
-        """Counters and gauges."""
+        """Returns the ledger's counters and gauges."""
         return replies.stats(await self._scripts.run("stats"))
 
     async def memory(self) -> tuple[int, int]:
-        """Bytes that Redis uses, all its runs together, and its own limit (0: none).
+        """Returns the bytes that Redis uses for all its runs, and its own limit (0: none).
 
         Raises:
             ConfigError: At that limit it would throw tasks away.

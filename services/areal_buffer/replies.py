@@ -116,7 +116,7 @@ def _taken_group(entry: bytes) -> TakenGroup:
 
 
 def stats(reply: Sequence[Any]) -> LedgerStats:
-    """Counters and gauges; what Redis uses and the limit are not in the ledger."""
+    """Decodes counters and gauges; Redis's memory and limit are not part of the ledger."""
     meta, counts, headroom, oldest, batch_size, eta, concurrent, first, attempts = reply
     numbers: dict[str, int] = {}
     stopped = ""
@@ -153,7 +153,7 @@ def stats(reply: Sequence[Any]) -> LedgerStats:
 
 
 def _failures(first: Sequence[bytes], attempts: dict[bytes, bytes]) -> tuple[WorkflowFailure, ...]:
-    """From the hashes `failures` and `failures:attempts`."""
+    """Decodes the hashes `failures` and `failures:attempts`."""
     found = []
     for site, value in _pairs(first):
         task_id, time_ms, detail = text(value).split("\n", 2)

@@ -23,7 +23,8 @@ from areal_buffer.sessions import SessionStore
 from areal_buffer.sweeper import Sweeper
 
 REDIS_WITHIN_S = 300.0
-"""A new Redis pod may still pull its image, or read a large file."""
+"""Deadline for Redis at the start, in seconds: a new Redis pod may still pull its image or read a
+large file."""
 
 
 class BufferServer(Server):

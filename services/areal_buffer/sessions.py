@@ -29,12 +29,12 @@ MAX_ATTEMPTS = 64
 MAX_ANSWERS = 128
 _MIN_IDLE_MS, _MAX_IDLE_MS = 100, 7 * 24 * 3600 * 1000
 _FIELDS = ("sessions", "keys", "token", "floor", "idle", "silent")
-# Of a call. Of several answers to one prompt the first has it.
+# Parts of a call's record. If a prompt has several answers, only the first has the prompt.
 _PARTS = (b"prompt", b"answer", b"reward", b"delivered")
 _Calls = dict[bytes, bytes]
 _MOST_KNOWN = 100_000
 _MAX_SALT_BYTES = 64
-# Of a reward, as agents may send them.
+# Limits on the parts of a reward that agents send.
 _MAX_PARTS, _MAX_PART_CHARS = 32, 64
 
 
@@ -135,7 +135,7 @@ class SessionStore:
     async def _rest(
         self, task_id: str, attempt: int, known: pb.SessionKnown
     ) -> tuple[replies.Row, _Calls] | None:
-        """What the reader lacks, in one round trip if that is little; None: it lacks everything."""
+        """Returns what the reader lacks, in one round trip if that is little; None: everything."""
         last, count = b"begun:%s" % known.last.encode(), known.calls
         while True:
             fields = [last, b"calls", b"ended", b"outcome"]

@@ -27,7 +27,7 @@ from areal_buffer.records import MemoryGauge
 from areal_buffer.redis_store import RedisStore
 
 _SAMPLE_S = 1.0
-# A script ends after so many; full rounds are repeated at once.
+# A script handles at most this many; full rounds are repeated at once.
 _SWEEP_LIMIT = 500
 
 
@@ -51,7 +51,7 @@ class Sweeper:
         self._log = get_logger(__name__)
 
     async def sweep_forever(self) -> None:
-        """Sweeps every interval."""
+        """Sweeps at every interval until cancelled."""
         while True:
             try:
                 await self._sweep_once()
@@ -94,7 +94,7 @@ class Sweeper:
         self._metrics.sampled(stats, self._memory, age_s)
 
     def waits(self) -> Iterator[Wait]:
-        """Returns the oldest queued task, for the watchdog."""
+        """Yields the oldest queued task, for the watchdog."""
         if self._oldest_queued is not None:
             since, whom = self._oldest_queued
             yield Wait("queued_task", whom, time.monotonic() - since)

@@ -218,7 +218,7 @@ def check_return(message: pb.Return, max_partial_bytes: int) -> pb.Return | Inva
 
 
 def _site(message: pb.Return) -> str:
-    """What tasks that fail alike share: as told, or the detail without the row's values."""
+    """Returns what similar failures share: the site, or the detail without the row's values."""
     told = message.site or _VALUES.sub("…", message.detail)
     return " ".join(told.split())[:_MAX_SITE_CHARS] or "an error without a message"
 

@@ -213,7 +213,7 @@ def _add_tasks(app: FastAPI, rollout: RolloutClient | None) -> None:
 
     @app.get("/v1/tasks/{task_id}", tags=["tasks"])
     async def get(task_id: str, include_trajectories: bool = False) -> Json:
-        """One task's record."""
+        """Returns one task's record."""
         return Json(await one(task_id, include_trajectories))
 
     @app.post("/v1/tasks/query", tags=["tasks"])

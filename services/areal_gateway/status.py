@@ -124,7 +124,7 @@ class RunStatus:
         self._wake()
 
     def close(self) -> None:
-        """Ends all subscriptions."""
+        """Ends the subscriptions of all pages."""
         self._closed = True
         self._wake()
 

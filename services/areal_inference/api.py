@@ -28,10 +28,11 @@ MAX_SEQUENCES = 4096
 """Most sequences one /generate call may start."""
 
 MAX_TOP_LOGPROBS = 128
-"""Most ids of one position."""
+"""Most ids that are returned for one position."""
 
 RESERVED_POSITIONS = 6
-"""Of the context, that SGLang keeps from prompts; so do we, or clients would rely on them."""
+"""Positions of the context that SGLang keeps from prompts; this engine does the same, because
+clients would otherwise rely on them."""
 
 Constrain = Callable[[str, str], Grammar]
 """Compiles a grammar, given its kind and value; raises GrammarError."""
@@ -135,19 +136,19 @@ def parse_generate(
     constrain: Constrain | None = None,
     adapters: Mapping[str, Adapter] | None = None,
 ) -> GenerateCall:
-    """Check a decoded /generate body and make its requests.
+    """Checks a decoded /generate body and makes its requests.
 
     Args:
-        body: the decoded JSON value.
-        limits: limits of the running model.
-        encode: the tokenizer, or None when there is none.
-        see: makes patches of images; None: the model sees nothing.
-        constrain: compiles a grammar; None: this server has no constrained decoding.
-        adapters: those that are loaded, by name.
+        body: The decoded JSON value.
+        limits: Limits of the running model.
+        encode: The tokenizer, or None when there is none.
+        see: Makes patches of images; None: the model sees nothing.
+        constrain: Compiles a grammar; None: this server has no constrained decoding.
+        adapters: Those that are loaded, by name.
 
     Raises:
-        SchemaError: malformed.
-        RequestError: refused.
+        SchemaError: Malformed.
+        RequestError: Refused.
     """
     if not isinstance(body, dict):
         raise SchemaError("body: expected a JSON object")
@@ -355,7 +356,7 @@ def _sampling_params(
 
 
 def _grammar(raw: dict[str, Any], constrain: Constrain | None) -> Grammar | None:
-    """What the answer may be."""
+    """Returns the grammar of the answer."""
     given = [kind for kind in KINDS if raw.get(kind) is not None]
     if not given:
         return None
@@ -481,7 +482,7 @@ def _input_triples(request: Request, text: Callable[[int], str] | None) -> list[
 
 
 def _top_triples(request: Request, text: Callable[[int], str] | None) -> list[Any]:
-    """Of each position the likeliest ids, as triples; nothing of the first."""
+    """Returns triples of the likeliest ids of each position; none for the first."""
     if request.input_top_logprobs is None:
         return []
     found = [

@@ -54,7 +54,7 @@ class InferenceConfig(BaseModel):
     max_total_tokens: int | None = Field(
         None, gt=0, description="Size of the KV cache in tokens [what fits in 1 GiB]."
     )
-    # A longer prompt goes alone.
+    # A longer prompt is prefilled alone.
     max_prefill_tokens: int = Field(
         4096,
         gt=0,
@@ -87,10 +87,10 @@ class InferenceConfig(BaseModel):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> InferenceConfig:
-        """Build a config from a mapping such as the ``inference:`` section of a YAML file.
+        """Builds a config from a mapping such as the ``inference:`` section of a YAML file.
 
         Raises:
-            ConfigError: unknown key (with the nearest name), wrong type, value out of range, or
+            ConfigError: Unknown key (with the nearest name), wrong type, value out of range, or
                 model_path missing.
         """
         try:
@@ -112,13 +112,13 @@ class InferenceConfig(BaseModel):
 
     @classmethod
     def load(cls, file: Path | None, overrides: Mapping[str, Any]) -> InferenceConfig:
-        """Read the ``inference:`` mapping of a YAML file; overrides (set flags) win over it."""
+        """Reads the ``inference:`` mapping of a YAML file; overrides (set flags) win over it."""
         section = {} if file is None else _read_section(file)
         return cls.from_mapping({**section, **overrides})
 
 
 def types_of(field: str) -> tuple[type, ...]:
-    """Return the type of a field's values, then NoneType if null is allowed."""
+    """Returns the type of a field's values, then NoneType if null is allowed."""
     annotation: Any = InferenceConfig.model_fields[field].annotation
     allowed = get_args(annotation) or (annotation,)
     return tuple(each if isinstance(each, type) else type(each) for each in allowed)

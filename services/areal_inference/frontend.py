@@ -38,9 +38,9 @@ class Frontend:
     """Everything a route needs. Created on the event loop, before the model is loaded.
 
     Args:
-        config: the server's configuration.
-        model: the checkpoint's config.json.
-        on_failure: called when the engine thread dies.
+        config: The server's configuration.
+        model: The checkpoint's config.json.
+        on_failure: Called when the engine thread dies.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Frontend:
         self.metrics.waits.watch(self._oldest_requests)
 
     def _build(self) -> Scheduler:
-        """Load the model; runs in the engine's thread."""
+        """Loads the model; runs in the engine's thread."""
         import torch
 
         from areal_inference.decode.runner import ModelRunner
@@ -148,7 +148,7 @@ class Frontend:
         """The scheduler, for reading its state.
 
         Raises:
-            Unavailable: the model is still being loaded.
+            Unavailable: The model is still being loaded.
         """
         if self.engine.scheduler is None:
             raise Unavailable("server is starting: the model is being loaded")
@@ -160,7 +160,7 @@ class Frontend:
         return cast("ModelRunner", self.scheduler.runner)
 
     def check_health(self) -> None:
-        """Pass, or say why not.
+        """Passes, or says why not.
 
         Raises:
             Unavailable: starting, shutting down, failed, or stuck in a step.
@@ -175,15 +175,15 @@ class Frontend:
             raise Unavailable(f"engine: in one step for {self.engine.stuck_for:.0f} s")
 
     def check_ready(self) -> None:
-        """Pass once the model is loaded; raises Unavailable before."""
+        """Passes once the model is loaded; raises Unavailable before."""
         if not self.ready:
             raise Unavailable("server is starting: the model is being loaded")
 
     def start(self, call: GenerateCall) -> None:
-        """Hand the call's requests to the engine.
+        """Hands the call's requests to the engine.
 
         Raises:
-            RequestError: a request id is in use.
+            RequestError: A request id is in use.
             Unavailable: starting, shutting down, failed, or too many requests queued.
         """
         self.check_health()
@@ -201,13 +201,13 @@ class Frontend:
         self.engine.submit(call.requests)
 
     def finished(self, call: GenerateCall) -> None:
-        """Forget the call's request ids and count it."""
+        """Forgets the call's request ids and counts it."""
         self.live.difference_update(r.rid for r in call.requests)
         for request in call.requests:
             self.metrics.observe(request)
 
     async def abort(self, rid: str | None, message: str = "Aborted") -> int:
-        """Finish a request (and its n samples), or all (None), with the tokens they have.
+        """Finishes a request (and its n samples), or all (None), with the tokens they have.
 
         An empty id is no one's.
         """
@@ -228,7 +228,7 @@ class Frontend:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        """Made when the first request asks: it reads the vocabulary."""
+        """Creates the grammars at the first request that asks, because it reads the vocabulary."""
         limits = self.limits
         return Grammars(self.tokenizer.to_str(), limits.vocab_size, sorted(limits.eos_token_ids))
 
@@ -236,12 +236,12 @@ class Frontend:
         return self._grammars.compile(kind, value)
 
     def encode(self) -> Callable[[str], list[int]] | None:
-        """Return a text's token ids, or None without a tokenizer."""
+        """Returns a text's token ids, or None without a tokenizer."""
         tokenizer = self.tokenizer
         return None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
 
     def decode(self) -> Callable[[list[int], bool], str] | None:
-        """Return the text of token ids, or None without a tokenizer."""
+        """Returns the text of token ids, or None without a tokenizer."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return None
@@ -249,10 +249,10 @@ class Frontend:
 
 
 def read_model(config: InferenceConfig) -> ServedModel:
-    """Read what is to be served: for the fast decoder, or else for transformers.
+    """Reads what is to be served: for the fast decoder, or else for transformers.
 
     Raises:
-        ModelError: neither can, or the folder is no model's.
+        ModelError: Neither can, or the folder is no model's.
     """
     folder = Path(config.model_path)
     try:
@@ -278,7 +278,7 @@ def _context_length(config: InferenceConfig, model: ServedModel) -> int:
 
 
 def _storage(config: InferenceConfig, model: ServedModel) -> Storage:
-    """How this machine multiplies the model's matrices fast."""
+    """Describes how this machine multiplies the model's matrices fast."""
     from areal_inference.model.weights import model_shapes
     from areal_torch.models.cpu_matmul import FLOAT32, choose_here
 

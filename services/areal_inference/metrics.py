@@ -32,14 +32,14 @@ class Metrics:
         )
 
     def observe(self, request: Request) -> None:
-        """Count a finished request's latencies."""
+        """Counts a finished request's latencies."""
         if request.first_token_at:
             self._first_token.observe(request.first_token_at - request.received_at)
         if request.finished_at:
             self._latency.observe(request.finished_at - request.received_at)
 
     def render(self, scheduler: Scheduler, max_total_tokens: int) -> bytes:
-        """Return the metrics in Prometheus's text format."""
+        """Returns the metrics in Prometheus's text format."""
         snapshot = CollectorRegistry()
         snapshot.register(_Snapshot(scheduler, max_total_tokens, self._model_name))
         WaitsCollector("inference", self.waits, snapshot)

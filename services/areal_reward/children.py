@@ -17,7 +17,7 @@ class Children:
     """Starts workers and ends the others; one for the whole process."""
 
     def __init__(self, end_s: float = 5.0) -> None:
-        """`end_s`: time for a killed process to end, in seconds."""
+        """`end_s` is the time for a killed process to end, in seconds."""
         self._end_s = end_s
         self._started: list[asyncio.subprocess.Process] = []
         # While one is started its pid is not known yet, and it must not be taken for a stray.
@@ -48,6 +48,6 @@ class Children:
         await self.end_strays()
 
     def _workers(self) -> frozenset[int]:
-        """Pids that asyncio waits for; one that has been waited for may be anybody's."""
+        """Returns the pids that asyncio waits for; after that, a pid may belong to any process."""
         self._started = [each for each in self._started if each.returncode is None]
         return frozenset(each.pid for each in self._started)

@@ -15,15 +15,16 @@ class RewardConfig:
     workers: int = 1
     """Worker processes."""
     timeout_s: float = 10.0
-    """One call of a reward function, in seconds."""
+    """Time limit of one call of a reward function, in seconds."""
     memory_mb: int = 1024
     """Address space a worker may add to what it had when its function was loaded, in MiB."""
     isolation: Literal["process", "sandbox"] = "process"
-    """sandbox: each worker is in a box (areal.sandbox)."""
+    """`process`, or `sandbox`: each worker is in a box (areal.sandbox)."""
     max_waiting_items: int = 16384
-    """Items waiting for a worker; beyond it calls are refused as Unavailable (back-pressure)."""
+    """Most items that may wait for a worker; further calls are refused as Unavailable
+    (back-pressure)."""
     load_timeout_s: float = 60.0
-    """A worker's start, or the import of a recipe."""
+    """Deadline of a worker's start and of the import of a recipe, in seconds."""
     buffer: str = ""
     """host:port of the service that keeps recipes; empty: only built-in functions."""
 

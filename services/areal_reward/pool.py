@@ -183,7 +183,7 @@ class WorkerPool:
                 worker.kill()
 
     async def _attempt(self, worker: Worker, job: _Job) -> str:
-        """One worker's try at what is pending; returns why the worker must go, or ""."""
+        """Tries what is pending on one worker; returns why the worker must go, or ""."""
         sent = list(job.pending)
         request = pb.ScoreRequest(reward=job.reward, items=[job.items[i] for i in sent])
         sending = asyncio.ensure_future(
@@ -225,7 +225,7 @@ class WorkerPool:
         return await self._blame(worker, job, sent, overdue)
 
     def _time_left(self, worker: Worker, heard: float) -> float:
-        """Seconds until the worker is overdue: its item, its loading, or its silence."""
+        """Returns the seconds until the worker is overdue: its item, its loading, its silence."""
         position, since = worker.progress.get()
         now = time.monotonic()
         longest = self._config.load_timeout_s + self._config.timeout_s + _SILENCE_MARGIN_S

@@ -25,14 +25,15 @@ from areal_reward.progress import Progress
 
 _END_S = 5.0
 _PATIENCE = 20
-"""A worker that starts gets so many times `load_timeout_s`: on a starved machine, another attempt
+"""A worker's start may take this many times `load_timeout_s`: on a starved machine, another attempt
 would take as long again."""
 
 
 def _environment() -> dict[str, str]:
-    """Without secrets, for user code runs there; a collector's API key is one, too.
+    """Returns a worker's environment, without secrets: user code runs there.
 
-    What user code prints is written at once: the process may be ended at any time.
+    A collector's API key (OTEL_...) is a secret, too. What user code prints is written at once: the
+    process may be ended at any time.
     """
     known = without_secrets(os.environ)
     kept = {name: value for name, value in known.items() if not name.startswith("OTEL_")}

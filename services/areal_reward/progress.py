@@ -43,6 +43,6 @@ class Progress:
         return self._cells[0], self._cells[1] / 1e9
 
     def close(self) -> None:
-        """Unmaps."""
+        """Unmaps the shared memory."""
         self._cells.release()
         self._map.close()

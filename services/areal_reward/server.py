@@ -21,7 +21,7 @@ from areal_reward.servicer import RewardService
 
 
 class RewardServer(Server):
-    """The pool's process."""
+    """The process of the reward service, with its pool of workers."""
 
     def __init__(self, config: RewardConfig, context: ServiceContext) -> None:
         self._config = config

@@ -17,7 +17,7 @@ from areal_reward.recipes import RecipeCache
 
 
 class RewardService(pb_grpc.RewardServiceServicer):
-    """Scores batches."""
+    """Scores batches of completions over gRPC."""
 
     def __init__(self, pool: WorkerPool, recipes: RecipeCache, waits: Waits) -> None:
         """Takes the core, where recipes come from, and the record of waits."""

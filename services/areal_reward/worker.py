@@ -123,7 +123,7 @@ class Worker:
         return True
 
     def _call(self, function: RewardFunction, item: pb.ScoreItem) -> pb.ScoreResult | None:
-        """One synchronous call; None: memory ran out."""
+        """Makes one synchronous call; returns None if memory ran out."""
         try:
             args, kwargs = function.bind(item)
             value = function.call(args, kwargs)
@@ -159,7 +159,7 @@ class Worker:
     async def _call_async(
         self, function: RewardFunction, position: int, item: pb.ScoreItem
     ) -> pb.ScoreResult | None:
-        """One asynchronous call, ended at its deadline; None: memory ran out."""
+        """Makes one asynchronous call, ended at its deadline; returns None if memory ran out."""
         call = asyncio.ensure_future(self._finished(function, position, item))
         await asyncio.wait({call}, timeout=self._timeout_s)
         if call.done():

@@ -49,6 +49,6 @@ class Announcements:
         told()
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to NATS."""
         if self._nats is not None:
             await self._nats.close()

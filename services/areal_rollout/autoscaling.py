@@ -25,18 +25,18 @@ from collections import deque
 from dataclasses import dataclass
 
 TARGET = 0.85
-"""Generation's share of the training time: the rest absorbs stragglers and longer answers."""
+"""Generation's share of the training time; the rest absorbs stragglers and longer answers."""
 
 # These fit steps of a second to a minute.
 _WINDOW_S = 240.0
 _LEAST_S = 60.0
-"""Nothing is concluded from less than this."""
+"""Fewest seconds of observation from which a number is recommended."""
 _DOWN_AFTER_S = 300.0
-"""Going down takes this long of every window saying so."""
+"""A lower number is recommended if every window for this many seconds says so."""
 _BAND = 0.2
 """Relative change below which nothing changes."""
 _MAX_FACTOR = 2.0
-"""Most that one recommendation changes the number of servers by."""
+"""Largest factor by which one recommendation changes the number of servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Load:
 
     @property
     def wanted(self) -> float:
-        """Servers with which generation takes `TARGET` of the training time."""
+        """Returns how many servers generation needs to take `TARGET` of the training time."""
         return self.servers * self.generation_busy / max(self.training_busy, 0.02) / TARGET
 
 
@@ -82,7 +82,7 @@ class Recommender:
         self._samples: deque[Sample] = deque()
         self._wanted: deque[tuple[float, int]] = deque()
         self.recommended = 0
-        """0: not known yet."""
+        """The recommended number of servers; 0: not known yet."""
         self.load = Load(0, 0.0, 1.0)
 
     def observe(self, sample: Sample) -> int:

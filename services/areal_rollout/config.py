@@ -29,18 +29,19 @@ class RolloutConfig:
     worker_id: str
     """Unique among all workers."""
     boot: int = 0
-    """Of a worker whose id outlives its process: larger with each start, so that the buffer takes
-    back at once what its previous incarnation held."""
+    """For a worker whose id outlives its process: a number that is larger with each start, so that
+    the buffer at once takes back what its previous incarnation held."""
     capacity: int
-    """Episodes at once in this process; the ledger bounds all processes together."""
+    """Most concurrent episodes in this process; the ledger bounds all processes together."""
     connections: int = 1024
     """Concurrent connections to inference servers."""
     max_leases: int = 64
-    """Tasks taken in one call, so that several workers share a burst."""
+    """Most tasks taken in one call, so that several workers share a burst."""
     dynamic_sampling: bool = False
-    """A group to train on whose samples all have the same reward is rejected."""
+    """Whether a training group whose samples all have the same reward is rejected."""
     reject_single: bool = False
-    """With `dynamic_sampling`, so is a group of one sample, because its advantage would be 0."""
+    """Whether, with `dynamic_sampling`, a group of one sample is rejected too, because its
+    advantage would be 0."""
     lease_wait_s: float = 1.0
     """How long one call waits for a task; also how long a drain waits for the call."""
     lease_ttl_s: float = 30.0
@@ -58,7 +59,7 @@ class RolloutConfig:
     report_timeout_s: float = 900.0
     """How long a finished group is offered to a buffer that is away or full."""
     drain_s: float = 15.0
-    """For running episodes when the service stops."""
+    """Seconds that running episodes get when the service stops."""
     journal_max_bytes: int = 16 * 1024 * 1024
     """A longer journal is dropped: the next attempt starts afresh."""
     namespace: str = ""
@@ -91,7 +92,7 @@ class RolloutConfig:
         worker_id, boot = worker_identity()
         connections = max(1, open_files() - RESERVED_FILES)
         turns = parse_allocation(experiment.allocation_mode).sharing is Sharing.ALTERNATING
-        # The deadline of the trainer's collectives: no turn of a trainer that lives is longer.
+        # The deadline of the trainer's collectives: a running trainer's turn is never longer.
         asleep_s = 5 * experiment.setup_timeout_s if turns else 0.0
         return cls(
             worker_id=worker_id,
@@ -121,10 +122,10 @@ class RolloutConfig:
 
 
 def worker_identity() -> tuple[str, int]:
-    """This worker's id, and the number of its life if it has a name that outlives its process.
+    """Returns this worker's id, and a number for each start if its name outlives its process.
 
     The launcher names its processes; so does a pod's `AREAL_PROCESS`. The number is the time in
-    microseconds: two lives of one name begin on one machine, one after the other.
+    microseconds: a name's processes start on one machine, one after the other.
     """
     host = socket.gethostname()
     if name := os.environ.get(PROCESS_VARIABLE, ""):

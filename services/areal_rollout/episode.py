@@ -152,12 +152,12 @@ class EpisodeEngine:
 
     @property
     def score_s(self) -> float:
-        """Seconds that calls of `score` took, added up."""
+        """Returns the seconds that calls of `score` took, added up."""
         return self._score_s
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of all calls so far."""
+        """Returns the number of tokens of all calls so far."""
         return sum(len(response.output_tokens) for _, response in self._calls)
 
     def journal(self, max_bytes: int, codec: GroupCodec) -> bytes:
@@ -172,7 +172,7 @@ class EpisodeEngine:
                 task.cancel()
 
     def _recall(self, request: LLMRequest) -> LLMResponse:
-        """What an earlier attempt has of this call; else an empty response."""
+        """Returns what an earlier attempt recorded of this call; else an empty response."""
         if self._replay:
             digest = journal.request_digest(request)
             seen = self._seen.get(digest, 0)

@@ -115,7 +115,7 @@ class Executor:
 
     @property
     def running(self) -> int:
-        """Episodes running now."""
+        """Number of episodes running now."""
         return len(self._episodes)
 
     def oldest_s(self) -> float:
@@ -124,7 +124,7 @@ class Executor:
         return 0.0 if began is None else time.monotonic() - began
 
     def waits(self) -> Iterator[Wait]:
-        """Returns the oldest episode, and since when no task came, for the watchdog."""
+        """Yields the oldest episode, and since when no task came, for the watchdog."""
         now = time.monotonic()
         if self._episodes:
             episode = min(self._episodes.values(), key=lambda each: each.began)
@@ -182,7 +182,7 @@ class Executor:
             self._run_ended.set()
 
     def _waited(self, reason: str, since: float) -> None:
-        """No task could be leased since then; the first time counts for the watchdog."""
+        """Records since when no task could be leased; the first time counts for the watchdog."""
         self._observer.waited(reason, time.monotonic() - since)
         if self._starved is None or self._starved[0] != reason:
             self._starved = (reason, since)
@@ -349,7 +349,7 @@ class Executor:
         if episode.stop is Stop.OVERDUE:
             return Return(ReturnCause.WORKFLOW_ERROR, *episode.overdue)
         if episode.stop is None:
-            # For drain, which has a deadline, and calls one after the other by cancelling them.
+            # For drain, which has a deadline and cancels one call after another.
             await self._settled.wait()
         return Return(
             ReturnCause.DRAIN, "the worker is draining", partial=lambda: self._journal(episode)
@@ -398,7 +398,7 @@ class Executor:
                 self._log.warning("drain_left_leases", leases=len(late))
 
     def busy_s(self) -> float:
-        """Seconds so far in which an episode was running; counts those since the last call."""
+        """Returns the seconds so far in which an episode was running; updates the count."""
         if self._episodes:
             self._account_busy()
         return self._busy_s

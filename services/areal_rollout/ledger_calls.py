@@ -20,7 +20,7 @@ from areal.v1 import buffer_service_pb2 as pb
 from areal_rollout.session_cache import CachedCalls
 
 _LAST, _CHUNK = 16, 1024
-"""How many ids are compared first, and at once."""
+"""How many ids are compared first, and how many at once after that."""
 
 
 class LedgerCalls:
@@ -49,7 +49,7 @@ class LedgerCalls:
         """
         self._buffer = buffer
         self.found = found
-        """What the ledger has."""
+        """What the ledger knows of the session."""
         self._attempt = attempt
         self._cached, self._lost = cached, lost
         self._extended: tuple[int, list[int]] | None = None
@@ -161,11 +161,11 @@ class LedgerCalls:
 
     @property
     def count(self) -> int:
-        """How many calls there are."""
+        """Returns the number of calls."""
         return len(self._cached.calls)
 
     def calls(self) -> list[Call]:
-        """As `areal.agents.tree.merge` takes them."""
+        """Returns the calls in the form that `areal.agents.tree.merge` takes."""
         return [
             Call(
                 response=LLMResponse(
@@ -288,7 +288,7 @@ class LedgerCalls:
 
 
 def _end_of(ids: list[int], start: int, parts: Sequence[Sequence[int]]) -> int | None:
-    """Where parts that follow each other end in `ids`; None: they are not at `start`.
+    """Returns where consecutive parts end in `ids`; None: they are not at `start`.
 
     In a session in which every answer splits, each call has a whole prompt, so few of its ids may
     be looked at. An agent that rewrites its answers changes what is last, a clock in the system

@@ -49,7 +49,7 @@ class LoadWatch:
         self._training_s = self._trained_s = 0.0
 
     async def run(self) -> None:
-        """Samples forever."""
+        """Samples at each interval until cancelled."""
         while True:
             began = time.monotonic()
             await self.read_rows()
@@ -58,7 +58,7 @@ class LoadWatch:
             self.sample(time.monotonic())
 
     def sample(self, now: float) -> None:
-        """Takes one sample."""
+        """Takes one sample of the load."""
         number = self._recommender.observe(
             Sample(now, self._servers(), self._generating_s(), self._training_s, self._trained_s)
         )

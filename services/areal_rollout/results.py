@@ -53,7 +53,7 @@ class Rejection:
 
     why: Rejected
     group: TrajectoryGroup | None = None
-    """What the workflow made, for those who look at it later."""
+    """The group that the workflow made, kept for later inspection."""
 
 
 # What an episode comes to.

@@ -32,7 +32,7 @@ from areal_rollout.workflows import WorkflowCache
 
 
 class RolloutServer(Server):
-    """The worker's process."""
+    """The process of a rollout worker."""
 
     def __init__(self, config: RolloutConfig, context: ServiceContext) -> None:
         self._config, self._context, security = config, context, context.security

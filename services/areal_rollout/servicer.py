@@ -76,7 +76,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     async def WatchTasks(  # noqa: N802
         self, request: pb.WatchTasksRequest, context: Context
     ) -> AsyncIterator[pb.WatchTasksResponse]:
-        """Each task once, when it has ended."""
+        """Yields each task once, when it has ended."""
         _limit(request.task_ids, "task_ids")
         waiting = dict.fromkeys(request.task_ids)
         known = {record.task.task_id async for record in self._buffer.read(list(waiting), False)}
@@ -101,7 +101,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     async def CallSession(  # noqa: N802
         self, request: pb.CallSessionRequest, context: Context
     ) -> AsyncIterator[pb.CallSessionResponse]:
-        """One HTTP request of an agent."""
+        """Serves one HTTP request of an agent."""
         reply = await self._sessions.serve(
             request.session_id, request.method, request.path, request.headers, request.content
         )

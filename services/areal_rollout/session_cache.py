@@ -19,7 +19,7 @@ CACHE_BYTES = 256 << 20
 _OVERHEAD = 1 << 10
 """Bytes that a session takes even without calls, so that their number is bounded too."""
 Key = tuple[str, int]
-"""Task and attempt."""
+"""Key of a session: task and attempt."""
 
 
 class CachedCalls:
@@ -28,11 +28,11 @@ class CachedCalls:
     def __init__(self) -> None:
         self.calls: list[pb.SessionCall] = []
         self.size = 0
-        """In bytes, about."""
+        """Approximate size in bytes."""
 
     @property
     def known(self) -> pb.SessionKnown | None:
-        """What the ledger need not send."""
+        """Returns what the ledger need not send."""
         if not self.calls:
             return None
         unanswered = [call.number for call in self.calls if not call.HasField("answer")]
@@ -73,7 +73,7 @@ class SessionCache:
         return len(self._entries)
 
     def find(self, key: Key) -> CachedCalls:
-        """What is known of a session; may be empty."""
+        """Returns what is known of a session; may be empty."""
         found = self._entries.get(key)
         return found[0] if found else CachedCalls()
 
@@ -89,6 +89,6 @@ class SessionCache:
             self.drop(next(iter(self._entries)))
 
     def drop(self, key: Key) -> None:
-        """Forgets a session."""
+        """Forgets a session and its size."""
         _, size = self._entries.pop(key, (None, 0))
         self._total -= size

@@ -23,7 +23,7 @@ class SessionTurns:
     """Gives turns by session, in the order asked for."""
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
-        """`at_once`: answers of one session; a call that asks for more takes all of them."""
+        """`at_once` is the number of answers of one session; a call for more takes all of them."""
         self._at_once = at_once
         self._taken: dict[Hashable, int] = {}
         self._waiting: dict[Hashable, deque[tuple[int, asyncio.Future[None]]]] = {}

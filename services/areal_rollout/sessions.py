@@ -104,7 +104,7 @@ class Sessions:
         self._turns = SessionTurns()
 
     def start(self, generation: Generation, tokenizer: Tokenizer) -> None:
-        """From now on there is a model."""
+        """Sets the model, with which sessions can be served from now on."""
         self._model = generation, tokenizer, TemplateRenderer(tokenizer)
 
     async def serve(
@@ -133,7 +133,7 @@ class Sessions:
         report_bug(error)
 
     async def _find(self, session_id: str, key: str) -> LedgerCalls:
-        """What the ledger has of a session; raises Unauthenticated, NotFound."""
+        """Returns what the ledger has of a session; raises Unauthenticated, NotFound."""
         place = place_of(session_id)
         cached = self._cache.find(place)
         found = await self._sessions.get(*place, cached.known)
@@ -216,7 +216,7 @@ class Sessions:
             return state.value
 
     async def group(self, lease: Lease) -> TrajectoryGroup | None:
-        """What those attempts of a session come to that have ended; None: no call was answered.
+        """Returns the group of a session's attempts that have ended; None: no call was answered.
 
         Raises:
             LeaseLost: The task has ended.
@@ -272,7 +272,7 @@ class Sessions:
 
 
 def _state(session_id: str, calls: LedgerCalls) -> dict[str, Any]:
-    """What a GET shows."""
+    """Returns the body that a GET shows."""
     found = calls.found
     return {
         "id": session_id,
@@ -289,7 +289,7 @@ def _state(session_id: str, calls: LedgerCalls) -> dict[str, Any]:
 
 
 def _merged(calls: LedgerCalls) -> Merged | None:
-    """One attempt; None if no call was answered. Raises InvalidInput without a reward."""
+    """Returns one attempt; None: no call was answered. Raises InvalidInput without a reward."""
     found = calls.found
     outcome = Score(found.outcome, found.outcome_parts) if found.HasField("outcome") else None
     try:

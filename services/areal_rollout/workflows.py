@@ -53,7 +53,7 @@ class WorkflowCache:
             loading = asyncio.create_task(self._load(digest))
             self._recipes[digest] = loading
         try:
-            # A caller that gives up waiting must not end the loading for the others.
+            # A caller that stops waiting must not end the loading for the others.
             return await asyncio.shield(loading)
         except BaseException:
             if loading.done() and self._recipes.get(digest) is loading:

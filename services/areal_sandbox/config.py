@@ -21,7 +21,7 @@ class SandboxConfig:
     boxes: int = 8
     """Boxes lent at a time."""
     isolation: Isolation = "namespaces"
-    """rlimits: the weaker mode."""
+    """`namespaces`, or `rlimits`, the weaker mode."""
     http: str = ""
     """http://host:port of the E2B-compatible side; empty: none."""
     secrets: tuple[str, ...] = ()
@@ -29,13 +29,14 @@ class SandboxConfig:
     warm: int = 2
     """Boxes kept ready to be lent."""
     ttl_s: float = 300.0
-    """Of a lease, if the request names none."""
+    """Seconds that a lease lasts if the request does not say."""
     max_ttl_s: float = 86_400.0
-    """Of a lease, from now; a request for more is refused."""
+    """Longest lease in seconds, from now; a request for more is refused."""
     max_waiting: int = 256
-    """Commands without a lease that wait for a box; beyond it they are refused (back-pressure)."""
+    """Most commands without a lease that may wait for a box; further ones are refused
+    (back-pressure)."""
     max_commands: int = 64
-    """Running at a time in one lent box."""
+    """Most commands that may run at a time in one lent box."""
 
     @classmethod
     def from_experiment(cls, experiment: GRPOConfig) -> SandboxConfig:

@@ -17,7 +17,7 @@ from areal.protocol.boxes import Ended
 from areal_sandbox.leases import Lease
 
 MAX_BYTES = 64 << 20
-"""Of a file that is read or written in one call."""
+"""Largest file, in bytes, that is read or written in one call."""
 _SECONDS = 60.0
 _FRAME = """
 import sys
@@ -92,7 +92,7 @@ class Entry:
     modified: float
     """Unix time, in seconds."""
     target: str
-    """Of a symlink."""
+    """Target of a symlink."""
 
 
 class Files:

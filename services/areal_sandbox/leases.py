@@ -67,7 +67,7 @@ class Lease:
     """Wall clock, in seconds."""
     began: float = field(default_factory=time.time)
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
-    """What clients of the E2B side present with calls about this box."""
+    """Token that clients of the E2B API send with calls about this box."""
 
 
 class Leases:

@@ -58,7 +58,7 @@ class SandboxServer(Server):
 
 
 def _reachable(listen: str) -> str:
-    """Where other processes reach this one: a wildcard is no address."""
+    """Returns the address at which other processes reach this one: a wildcard is not an address."""
     host, _, port = listen.rpartition(":")
     if host in ("0.0.0.0", "[::]"):  # noqa: S104  (compared)
         family = socket.AF_UNSPEC if host == "[::]" else socket.AF_INET

@@ -31,7 +31,7 @@ class SandboxService(pb_grpc.SandboxServiceServicer):
     async def CreateSandbox(  # noqa: N802
         self, request: pb.CreateSandboxRequest, context: _Context
     ) -> pb.CreateSandboxResponse:
-        """Lends a box."""
+        """Lends a box to the caller."""
         limits = limits_from_pb(request.limits)
         with self._waits.on("box", "bubblewrap"):
             lease = await self._leases.create(

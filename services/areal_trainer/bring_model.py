@@ -46,7 +46,7 @@ def main(
         bring(config, model, source, time.monotonic() + deadline)
     except ArealError as error:
         print(f"areal-trainer: {error}", file=sys.stderr, flush=True)  # noqa: T201 - for people
-        # At once: threads of a download that was left behind would be waited for.
+        # Exit at once: otherwise Python waits for threads of an abandoned download.
         os._exit(2 if isinstance(error, InvalidInput) else 1)
     except OSError as error:
         file = Path(str(error.filename or ""))

@@ -16,7 +16,7 @@ class TrainerConfig:
 
     experiment: GRPOConfig
     config_file: Path
-    """Handed on to the recipe's `main`."""
+    """The experiment file, passed on to the recipe's `main`."""
     rank: int
     world_size: int
     local_rank: int

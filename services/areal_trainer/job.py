@@ -35,10 +35,10 @@ from areal_trainer.config import TrainerConfig
 from areal_trainer.recipe_fault import fault_of_recipe
 
 EXIT_BAD_INPUT = 2
-"""Starting again would say the same."""
+"""Exit code of a failure that a restart would only repeat."""
 EXIT_STOPPED = 128 + signal.SIGTERM
 FINAL = (CannotStart, InvalidInput, TrainingDiverged, WorkflowError)
-"""Errors after which starting again would say the same."""
+"""Errors that a restart would only repeat."""
 
 
 def prepare_allocator(environment: MutableMapping[str, str]) -> None:
@@ -104,7 +104,7 @@ def _load(recipe_file: Path) -> ModuleType:
 
 
 def _call(main: Callable[[list[str]], object], config_file: Path) -> object:
-    """What `main` returns; leaving it with `sys.exit()` is the same as returning."""
+    """Returns what `main` returns; leaving it with `sys.exit()` counts as returning."""
     try:
         return main(["--config", str(config_file)])
     except EvaluationEnded:

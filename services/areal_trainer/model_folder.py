@@ -62,7 +62,7 @@ def lacks(model: Path) -> str:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in it, half-written ones too; they may vanish meanwhile."""
+    """Returns the bytes of all files in it, half-written ones too; they may vanish meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -90,7 +90,7 @@ def _weights_lack(model: Path) -> str:
 
 
 def _shortened(file: Path) -> str:
-    """Why a safetensors file is not whole: its header says how long it is."""
+    """Returns why a safetensors file is not whole: its header says how long it is."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -230,7 +230,7 @@ def until_deadline(work: Callable[[], None], model: Path, deadline: float, say: 
     while True:
         done = threading.Event()
         failed: list[BaseException] = []
-        # Of a library's download there is no other way out than to leave it behind.
+        # A library's download cannot be interrupted, only left behind.
         threading.Thread(target=_attempt, args=(work, failed, done), daemon=True).start()
         while not done.wait(min(_PROGRESS_S, max(deadline - time.monotonic(), 0.0))):
             size = f"{size_of(model) / _GIB:.2f} GiB in {model}"
@@ -256,7 +256,7 @@ def until_deadline(work: Callable[[], None], model: Path, deadline: float, say: 
 def _attempt(work: Callable[[], None], failed: list[BaseException], done: threading.Event) -> None:
     try:
         work()
-    except BaseException as error:  # raised again by who waits
+    except BaseException as error:  # raised again by the waiting thread
         failed.append(error)
     finally:
         done.set()
@@ -270,7 +270,7 @@ class _Rest:
         self._since = float("-inf")
 
     def since(self, folder: Path, now: float) -> float:
-        """Seconds since something changed; 0 at the first look."""
+        """Returns the seconds since something changed; 0 at the first look."""
         state = {}
         for path in folder.rglob("*"):
             try:
@@ -311,7 +311,7 @@ def _no_hub(source: str, name: str, error: Exception) -> str:
     why = f"{source}: the Hub cannot be reached: {error or type(error).__name__}"
     if Path(name).exists():
         return why
-    # Of `lab/tiny` as model.path and of `hf://lab/tiny` the same is left here.
+    # model.path `lab/tiny` and `hf://lab/tiny` are the same here.
     return f"{why}; if a folder was meant, there is no {name!r} here: create it, or write ./{name}"
 
 

@@ -11,7 +11,7 @@ _MISTAKES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError,
     NotImplementedError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
-"""Whoever raises them: the same code with the same data raises them again."""
+"""Errors of a recipe: the same code with the same data raises them again."""
 _PASSING = (ConnectionError, TimeoutError, MemoryError, BlockingIOError, InterruptedError)
 
 

@@ -4,7 +4,7 @@
                        requests run on         they end           they continue with v
 
 A server with adapters holds version 0's weights, which are loaded and confirmed like any weights,
-once in each of its lives, and it reports version 0 as its `weight_version`. Requests name their
+once after each of its starts, and it reports version 0 as its `weight_version`. Requests name their
 adapter, so the server is not paused: it leaves the traffic for as long as the probe takes, which is
 then not behind other requests in its queue. See decision 30.
 
@@ -24,7 +24,7 @@ from areal_weight_sync.engine.base import Engine, EngineError, Fault
 
 # Below it, rounding to 16 bits may hide all that an adapter adds to a small model.
 _VISIBLE = 1e-5
-# Beside a request that came late, a GPU may round the same sums differently.
+# If another request runs as well, a GPU may round the same sums differently.
 _TRIES = 2
 _UNLOAD_S = 10.0
 

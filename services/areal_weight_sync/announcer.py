@@ -77,7 +77,7 @@ class Announcer:
                 await backoff.sleep()
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to NATS."""
         if self._nats is not None:
             await self._nats.close()
 

@@ -1,4 +1,4 @@
-"""Who takes part in which broadcast: a group lives while the same servers serve."""
+"""Decides which servers take part in a broadcast: a group lasts while the same servers serve."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ class WeightSyncConfig:
     max_unavailable: int = 0
     """Serving servers updated at once; 0: all."""
     probe_interval_s: float = 1.0
-    """Between health probes of a server; also between attempts to reach one never reached."""
+    """Seconds between health probes of a server, and between attempts to reach one that was never
+    reached."""
     probe_timeout_s: float = 2.0
     """Deadline of a health probe: a server that misses two in a row is quarantined, one that a
     client has reported after the first."""
@@ -36,9 +37,10 @@ class WeightSyncConfig:
     """Every so many probes also ask the scheduler (/v1/loads) and compare the boot id. Behind a
     proxy, whose connections outlive a server, this is how a restart is noticed."""
     update_timeout_s: float = 120.0
-    """One server's update, from pause to confirmed."""
+    """Deadline of one server's update, from pause to confirmed, in seconds."""
     control_timeout_s: float = 10.0
-    """Pause and continue (SGLang's pause in mode abort polls once a second)."""
+    """Deadline of pause and continue, in seconds (SGLang's pause in mode abort polls once a
+    second)."""
     serving_grace_s: float = 2.0
     """An update shorter than this leaves the server listed SERVING."""
     backoff_s: float = 0.5
@@ -53,21 +55,21 @@ class WeightSyncConfig:
     turns: bool = False
     """Whether servers sleep while the trainer computes on their GPUs."""
     turn_lease_s: float = 15.0
-    """A new coordinator leaves sleeping servers asleep for so long."""
+    """Seconds for which a new coordinator leaves sleeping servers asleep."""
     lease_ttl_s: float = 3.0
     """A coordinator silent for this long is replaced by a standby."""
     namespace: str = ""
     redis: str = ""
     nats: str = ""
-    """Empty: no announcements."""
+    """NATS URL; empty: no announcements."""
     model_path: Path = Path()
-    """Version 0."""
+    """Model directory of version 0."""
     weights_root: Path | None = None
     """Folder of published versions, cleaned as versions age; None: never."""
     objects: str = ""
     """{s3,gs,az}://bucket/prefix of published versions; empty: they are in the folder."""
     keep_versions: int = 3
-    """Published versions kept there."""
+    """Number of published versions that are kept."""
     endpoints: tuple[str, ...] = ()
     """Where inference servers are listed, as in `endpoints.inference`."""
     routes: Routes = field(default_factory=Routes)

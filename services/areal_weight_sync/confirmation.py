@@ -119,11 +119,11 @@ class _Ballot:
                 del self._counts[before]
 
     def digests(self) -> list[str]:
-        """Distinct ones: few."""
+        """Returns the distinct digests; there are few."""
         return [fingerprint.digest for fingerprint in self._counts]
 
     def winner(self, layout: str, known: set[str]) -> tuple[str, int]:
-        """Digest and count; of equals the one not `known` from other versions, then the first."""
+        """Returns digest and count; of equals, the one not `known` from other versions."""
         same = {f: count for f, count in self._counts.items() if f.layout == layout}
         best = max(same, key=lambda f: (same[f], f.digest not in known))
         return best.digest, same[best]

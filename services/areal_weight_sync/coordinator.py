@@ -53,7 +53,7 @@ from areal_weight_sync.server_state import DRAINING, JOINING, SERVING, ServerRec
 from areal_weight_sync.turns import LONGEST_LEASE_S, Turns, now
 from areal_weight_sync.versions import DigestCache, collect
 
-# As weight-sync is tested with; far more than one run has.
+# The number that weight-sync is tested with; far more than one run has.
 MOST_SERVERS = 10_000
 _HOLD_WAIT_S = 5.0
 _IDENTITY = attrgetter("version", "incarnation", "path")
@@ -106,12 +106,12 @@ class Coordinator:
         self._collected = -1
         self._log = get_logger(__name__)
         self.routine = RareLog(self._log)
-        """For what each version brings, of each server."""
+        """The log for the messages that each version brings for each server."""
 
     # ── versions ────────────────────────────────────────────────────────────────────────────
 
     def start(self, snapshot: Snapshot) -> None:
-        """Takes over from an earlier life: its servers join again and are confirmed again."""
+        """Takes over from a previous incarnation: its servers join and are confirmed again."""
         self.turns = Turns(now(), self.config.turn_lease_s)
         self._current, self._base = snapshot.current, snapshot.base
         self.totals = snapshot.totals
@@ -120,12 +120,12 @@ class Coordinator:
 
     @property
     def base(self) -> PolicyVersion | None:
-        """Version 0."""
+        """Version 0, the configured model."""
         return self._base
 
     @property
     def target(self) -> PolicyVersion | None:
-        """The current version."""
+        """The current version, which servers are brought to."""
         return self._current
 
     async def publish(self, version: PolicyVersion) -> int:
@@ -218,7 +218,7 @@ class Coordinator:
         self._wake()
 
     def _stored(self, before: PolicyVersion, version: PolicyVersion) -> None:
-        """It has files now, for those whom no broadcast reached; or those of a newer trainer."""
+        """Records that the version has files now, or that a newer trainer's version has."""
         self._current = version
         self.routine.info("stored", version=version.version, path=version.path)
         if before.digest != version.digest:  # its trainer died before, this is the next one's
@@ -362,7 +362,7 @@ class Coordinator:
         )
 
     def servers(self) -> list[InferenceServer]:
-        """Every known server."""
+        """Returns the records of all known servers."""
         return [member.record.public() for member in self._members.values()]
 
     def origins(self) -> dict[str, str]:
@@ -427,7 +427,7 @@ class Coordinator:
             self._observer.updated(seconds)
 
     def failed(self, fault: Fault) -> None:
-        """Counts a quarantine."""
+        """Counts a server's quarantine, by cause."""
         if self._observer is not None:
             self._observer.failed(fault)
 
@@ -469,7 +469,7 @@ class Coordinator:
         )
 
     def states(self) -> dict[ServerState, int]:
-        """Servers by state."""
+        """Returns the number of servers by state."""
         return self._census.states()
 
     def _announce(self, server_id: str) -> None:
@@ -479,7 +479,7 @@ class Coordinator:
             feed.put(server_id)
 
     def _maybe_collect(self, record: ServerRecord) -> None:
-        """Once every server that serves is at the current version, old folders can go."""
+        """Deletes old folders once every serving server is at the current version."""
         current = self._current
         root = self.config.weights_root
         if root is None or current is None or record.version != current.version:

@@ -86,7 +86,7 @@ class CoordinatorView(Protocol):
     probes: Pace
     broadcasts: Broadcasts
     routine: RareLog
-    """The log of what each version brings."""
+    """The log for the messages that each version brings."""
     turns: Turns
     totals: Totals
 
@@ -96,7 +96,7 @@ class CoordinatorView(Protocol):
 
     @property
     def base(self) -> PolicyVersion | None:
-        """Version 0; None before it."""
+        """Returns version 0; None before it is stored."""
 
     def changed(self, record: ServerRecord) -> None:
         """Announces and persists a record that has changed."""
@@ -105,7 +105,7 @@ class CoordinatorView(Protocol):
         """Records an update of a serving server; seconds from pause to continue."""
 
     def failed(self, fault: Fault) -> None:
-        """Counts a quarantine."""
+        """Counts a server's quarantine, by cause."""
 
     def recheck(self, server_ids: list[str]) -> None:
         """Rechecks other servers, which turned out to hold wrong weights."""

@@ -98,7 +98,7 @@ class Member:
         self.poke(deep=True)
 
     def doubt(self) -> None:
-        """Its checksum was outvoted: load and confirm again."""
+        """Has the server load and confirm again, because its checksum was outvoted."""
         self._doubted = True
         self.poke(deep=True)
 
@@ -111,7 +111,7 @@ class Member:
         self.record.version = -1
 
     async def run(self) -> None:
-        """Steps forever."""
+        """Runs one step after another until cancelled."""
         while True:
             self._poked.clear()
             pause = await self._step() * random.uniform(0.7, 1.0)  # noqa: S311 - not all at once
@@ -122,7 +122,7 @@ class Member:
                 pass
 
     async def _step(self) -> float:
-        """One step; returns how long to sleep unless poked."""
+        """Takes one step; returns how long to sleep unless poked."""
         record, config = self.record, self._coordinator.config
         target = self._coordinator.target
         try:
@@ -163,7 +163,7 @@ class Member:
         return 0.0 if behind else config.probe_interval_s
 
     async def _bring(self, target: PolicyVersion | None) -> None:
-        """From wherever it is to SERVING at the target."""
+        """Brings the server from its state to SERVING at the target."""
         record = self.record
         if record.state is not SERVING:
             await self._meet()
@@ -225,7 +225,7 @@ class Member:
         return not self.asleep
 
     async def _meet(self) -> None:
-        """First contact in this state: which boot of the server is this?"""
+        """Contacts the server for the first time in this state, and reads which boot it is."""
         boot = await self._boot()
         self.gone = False
         rank = self._coordinator.config.adapter_rank
@@ -241,7 +241,7 @@ class Member:
             self._coordinator.changed(self.record)
 
     async def _adapt(self, target: PolicyVersion) -> None:
-        """From version 0's weights, or an adapter beside them, to SERVING with this adapter."""
+        """Brings version 0's weights, or an adapter beside them, to SERVING with this adapter."""
         record, engine, base = self.record, self._engine, self._coordinator.base
         if base is None:
             raise NotStoredError(f"version {target.version}: there is no version 0 yet")
@@ -269,7 +269,7 @@ class Member:
         await unload_others(engine, {target.adapter_name, before}, record.server_id)
 
     async def _reconfirm(self, target: PolicyVersion) -> bool:
-        """Same boot, confirmed before: a checksum is enough. False: load to be sure."""
+        """Confirms the same boot by its checksum; returns False if it has to load to be sure."""
         if await self._version() != self._weights_of(target):
             return False
         fingerprint = await self._engine.fingerprint(self._coordinator.config.update_timeout_s)
@@ -361,7 +361,7 @@ class Member:
         )
 
     async def _ahead(self, target: PolicyVersion) -> bool:
-        """What is done before the pause; True: all but the swap."""
+        """Does what can be done before the pause; returns True if only the swap is left."""
         serving = self.record.state is SERVING
         seat = self._coordinator.broadcasts.take(self.record.server_id, target) if serving else None
         if seat is None and not target.stored:
@@ -417,7 +417,7 @@ class Member:
         end_turn()
 
     async def _probe(self, target: PolicyVersion | None) -> None:
-        """Still alive, still the same process, still at the version it confirmed?
+        """Checks that the server is alive, the same process, and at its confirmed version.
 
         A server that is started again closes its connections. So on one that stayed open the
         process is the same, and only after a new one it is asked which boot it is.
@@ -438,7 +438,7 @@ class Member:
                 await self._try_generation(target)
 
     def _weights_of(self, target: PolicyVersion) -> str:
-        """What the server reports while it serves this version: below adapters are version 0's."""
+        """Returns what the server reports for this version: with adapters, version 0's."""
         base = self._coordinator.base
         return base.name if target.adapter is not None and base is not None else target.name
 
@@ -448,7 +448,7 @@ class Member:
         return await self._engine.boot_id()
 
     async def _version(self) -> str:
-        """What it says it serves; after a failed request of a client with less patience."""
+        """Reads the server's version; has less patience after a client's failed request."""
         reported, self._reported = self._reported, False
         return await ask_version(
             self._engine,
@@ -458,7 +458,7 @@ class Member:
         )
 
     async def _try_generation(self, target: PolicyVersion) -> None:
-        """It answers everything but perhaps the one thing it is for: a client said so."""
+        """Tries one generation, because a client said that it fails while probes succeed."""
         try:
             asked = self._coordinator.base or target
             await self._engine.logprobs(probe_prompt(asked), target.name, target.adapter_name)
@@ -471,7 +471,7 @@ class Member:
         self._mute = False
 
     def _rejoin(self, cause: str) -> None:
-        """It is not what was confirmed any more: from the start."""
+        """Starts over with a server that no longer is what was confirmed."""
         self._log.warning("server_changed", cause=cause)
         self._coordinator.confirmation.forget(self.record.server_id)
         self.asleep = False
@@ -501,7 +501,7 @@ class Member:
             self._move(SYNCING)
 
     def _quarantine(self, error: EngineError) -> float:
-        """Out of traffic; returns the time to the next try."""
+        """Takes the server out of traffic; returns the time to the next try."""
         record, config = self.record, self._coordinator.config
         self.asleep, self.gone = False, error.fault is Fault.UNREACHABLE
         self._coordinator.broadcasts.end(record.server_id)

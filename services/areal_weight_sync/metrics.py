@@ -1,4 +1,4 @@
-"""Prometheus metrics."""
+"""Prometheus metrics of the weight-sync service."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WeightSyncMetrics(Collector):
         self._failures.labels(fault.value).inc()
 
     def waits(self) -> Iterator[Wait]:
-        """Servers that do not serve the current version, for the watchdog."""
+        """Yields the servers that do not serve the current version, for the watchdog."""
         if self.coordinator is None:
             return
         current = self.coordinator.status().current

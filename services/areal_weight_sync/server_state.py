@@ -1,4 +1,4 @@
-"""Where one inference server is in its life; the only place that changes it.
+"""The state of one inference server; the only module that changes it.
 
                           reached, weights loading
               ┌─────────┐ ───────────────────────> ┌─────────┐
@@ -67,17 +67,18 @@ class ServerRecord:
     """The entry of `endpoints.inference` that found it; empty: registered by RPC."""
     state: ServerState = JOINING
     version: int = -1
-    """Confirmed in this boot of the server; -1: none."""
+    """Version confirmed since the server's last boot; -1: none."""
     digest: str = ""
-    """`PolicyVersion.digest` of it: a trainer that resumes may make a version again, and its number
-    alone does not say which one this server has. Empty: an earlier release did not note it."""
+    """`PolicyVersion.digest` of it: a trainer that resumes may produce a version again, so the
+    number alone does not identify what this server has. Empty: an earlier release did not note
+    it."""
     adapter: str = ""
     """Name of the adapter that is `version`; empty: it is whole weights."""
     cause: str = ""
     since: float = field(default_factory=time.time)
     aborted_requests: int = 0
     boot_id: str = ""
-    """Of the boot that confirmed `version`; empty: never reached."""
+    """Id of the boot that confirmed `version`; empty: never reached."""
 
     def move(self, state: ServerState, cause: str = "") -> bool:
         """Enters a state (or notes a new cause in the same one); says whether anything changed.
@@ -95,7 +96,7 @@ class ServerRecord:
         return True
 
     def hold(self, version: PolicyVersion) -> None:
-        """Its weights are confirmed to be that version's."""
+        """Records that its weights are confirmed to be that version's."""
         self.version, self.digest = version.version, version.digest
         self.adapter = version.adapter_name
 

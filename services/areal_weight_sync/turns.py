@@ -17,10 +17,10 @@ from areal.errors import StaleIncarnation
 
 LONGEST_LEASE_S = 60.0
 ASLEEP = "asleep"
-"""Begins the `weight_version` of a server that sleeps: so the server itself says so, to whoever
-comes next, and nothing takes it for one that has a version."""
+"""Prefix of the `weight_version` of a server that sleeps. So the server itself reports it, and no
+client takes it for a server that has a version."""
 UNLOADED = "unloaded"
-"""The same for one that has its memory back, and nothing in it yet."""
+"""The same for a server that has its memory back, without weights in it yet."""
 
 
 class Turns:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -109,23 +110,33 @@ def write_table(file: Path, faults: Sequence[Fault], *, seed: int, ranks: int, c
 def _markdown(faults: Sequence[Fault], *, seed: int, ranks: int, cores: int) -> Iterator[str]:
     yield (
         f"{time.strftime('%Y-%m-%d')}, seed {seed}, {len(faults)} faults, {ranks} trainer "
-        f"rank{'s' if ranks > 1 else ''}, {cores} CPU cores, "
-        "up to three processes killed or stopped at once:"
+        f"rank{'s' if ranks > 1 else ''}, {cores} CPU cores,"
     )
+    yield "up to three processes killed or stopped at once. Times are the median, and the"
+    yield "worst in brackets:"
     yield ""
-    yield "| killed with -9 | times | ready again, median (worst) | training paused, median (worst) | what a user sees | lost |"  # noqa: E501
-    yield "|---|---|---|---|---|---|"
+    killed = {kind: _of(faults, kind, killed=True) for kind in SEEN}
+    yield from _table("killed with -9", "ready again", killed)
+    yield ""
+    stopped = {kind: _of(faults, kind, killed=False) for kind in SEEN}
+    yield from _table("stopped for 1 to 20 s", "ready after SIGCONT", stopped)
+    yield ""
+    yield "Of the kills, a user sees:"
+    yield ""
     for kind, (sees, lost) in SEEN.items():
-        those = [f for f in faults if _kind(f.victim) == kind and f.action == KILL]
-        if those:
-            row = _figures(those)
-            times = " | ".join(_seconds(row, key) for key in ("ready", "pause"))
-            yield f"| {kind} | {row['times']} | {times} | {sees} | {lost or 'nothing'} |"
-    yield ""
-    yield "| stopped (SIGSTOP) for 1 to 20 s | times | ready after SIGCONT, median (worst) | training paused, median (worst) |"  # noqa: E501
+        if killed[kind]:
+            text = f"{kind}: {sees}. Lost: {lost or 'nothing'}."
+            yield from textwrap.wrap(text, 80, initial_indent="- ", subsequent_indent="  ")
+
+
+def _of(faults: Sequence[Fault], kind: str, *, killed: bool) -> list[Fault]:
+    return [f for f in faults if _kind(f.victim) == kind and (f.action == KILL) is killed]
+
+
+def _table(what: str, ready: str, faults: Mapping[str, Sequence[Fault]]) -> Iterator[str]:
+    yield f"| {what} | times | {ready} | training paused |"
     yield "|---|---|---|---|"
-    for kind in SEEN:
-        those = [f for f in faults if _kind(f.victim) == kind and f.action != KILL]
+    for kind, those in faults.items():
         if those:
             row = _figures(those)
             times = " | ".join(_seconds(row, key) for key in ("ready", "pause"))

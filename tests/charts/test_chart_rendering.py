@@ -10,7 +10,7 @@ import pytest
 from tests.charts.rendering import CHART, CI, crd_schemas, helm, named, render, render_ci
 
 VERSIONS = ("1.29", "1.33", "1.37")
-# Without a published schema to check against; test_chart_parts.py looks at their fields.
+# They have no published schema to check against.
 WITHOUT_SCHEMA = {"ScaledObject", "HTTPRoute"}
 
 

@@ -22,7 +22,7 @@ def test_version_when_released_then_package_chart_and_changelog_agree() -> None:
 
 
 def test_changelog_when_read_then_an_entry_is_a_line_or_two() -> None:
-    released = (ROOT / "CHANGELOG.md").read_text().partition("## [0.2.0]")[2]
+    released = (ROOT / "CHANGELOG.md").read_text().partition("## [0.3.0]")[2]
     entries = re.findall(r"^- (.*(?:\n  .*)*)", released, re.MULTILINE)
     assert len(entries) > 40
     assert [entry for entry in entries if entry.count("\n") > 1] == []

@@ -14,6 +14,7 @@ DOCUMENTS = sorted(
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("services/**/README.md"),
+        *ROOT.glob("tools/**/*.md"),
     ]
 )
 _SYMBOL = re.compile(r"`([\w./-]+\.py)::([\w.]+)`")
@@ -64,18 +65,24 @@ def test_document_when_it_names_a_symbol_or_file_then_it_exists(document: Path) 
     assert gone == []
 
 
-def test_failure_modes_when_read_then_every_row_names_tests_that_exist() -> None:
+def test_failure_modes_when_read_then_every_entry_names_tests_that_exist() -> None:
     text = (ROOT / "docs" / "failure-modes.md").read_text()
-    tables = re.findall(r"^\|[^\n]*\| shown by \|\n\|[-|]+\n((?:\|[^\n]*\n)+)", text, re.MULTILINE)
-    rows = [row for table in tables for row in table.splitlines()]
-    assert len(rows) > 40
-    for row in rows:
-        shown = row.split("|")[-2]
-        assert re.search(r"`(\w+::\w+|make chaos)`", shown), f"no test is named: {row}"
+    entries = re.findall(r"^\*\*[^*]+\*\*\n\n(?:[- ] .+\n)+", text, re.MULTILINE)
+    assert len(entries) > 80
+    assert text.count("- Shown by:") == len(entries), "a title is not followed by its list"
+    for entry in entries:
+        shown = entry.partition("- Shown by:")[2]
+        assert re.search(r"`(\w+::\w+|make chaos)`", shown), f"no test is named: {entry}"
         for file, name in re.findall(r"`(\w+)::(\w+)`", shown):
             [path] = (ROOT / "tests").rglob(f"test_{file}.py")
             found = re.search(rf"^(async )?def test_{name}", path.read_text(), re.MULTILINE)
-            assert found, f"{path.name} has no test_{name}…: {row}"
+            assert found, f"{path.name} has no test_{name}…: {entry}"
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "failure-modes.md"])
+def test_page_of_long_entries_when_read_in_a_terminal_then_it_fits_80_columns(page: str) -> None:
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    assert [line for line in lines if len(line) > 80] == []
 
 
 def test_symbol_when_missing_then_noticed(tmp_path: Path) -> None:

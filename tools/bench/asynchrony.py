@@ -43,7 +43,7 @@ _TOKENS = re.compile(r"^sglang:generation_tokens\S*\s+(\S+)", re.MULTILINE)
 
 @dataclass
 class Outcome:
-    """One run."""
+    """What one run measured."""
 
     steps_per_s: float
     sampling: float
@@ -126,7 +126,7 @@ async def run(recipe: Path, folder: Path, trial: str, steps: int, overrides: lis
 async def measure(
     steps: int, repeat: int, servers: int, tailed: bool, folder: Path
 ) -> dict[str, Any]:
-    """Alternates the contenders."""
+    """Lets the contenders take turns."""
     base = [f"allocation_mode=sglang:d{servers}+fsdp:d1"]
     recipe = ROOT / "examples" / "arithmetic_grpo.py"
     if tailed:

@@ -25,7 +25,7 @@ SAMPLES, VOCABULARY = 8, 32_000
 
 
 def group(length: int) -> bytes:
-    """A serialized group."""
+    """Returns a serialized group."""
     from areal.protocol.trajectories import group_to_pb
     from areal.types import Trajectory, TrajectoryGroup
 
@@ -59,7 +59,7 @@ def microseconds(work: Callable[[bytes], bytes], data: bytes) -> float:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures both codecs and prints."""
     contenders: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
         "zstd 1": (zstandard.ZstdCompressor(1).compress, zstandard.ZstdDecompressor().decompress),
         "zstd 3": (zstandard.ZstdCompressor(3).compress, zstandard.ZstdDecompressor().decompress),

@@ -99,7 +99,7 @@ def fsync_milliseconds(folder: Path) -> float:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures each setting and prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tasks", type=int, default=400)
     tasks = parser.parse_args().tasks

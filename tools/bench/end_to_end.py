@@ -264,7 +264,7 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run."""
+    """Runs the cases and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl", help="python of an environment with TRL")
     parser.add_argument("--rounds", type=int, default=3)

@@ -137,7 +137,7 @@ class Rig:
         return {name: each.user + each.system for name, each in times.items()}
 
     def close(self) -> None:
-        """Ends both sides."""
+        """Ends the writer and the reader."""
         for side in self._sides:
             side.close()
 

@@ -99,7 +99,7 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def count(self, tensor: Tensor) -> None:
-        """Note a tensor's storage, or its new size."""
+        """Notes a tensor's storage, or its new size."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         if storage._cdata not in self._sizes:
@@ -118,7 +118,7 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def even_shares(pairs: int, layout: Layout) -> Iterator[None]:
-    """Answer what depends on values: ranks of experts, and of a context, get equal shares."""
+    """Answers what depends on values: ranks of experts, and of a context, get equal shares."""
     real = torch.nonzero
 
     def tolist(tensor: FakeTensor) -> Any:

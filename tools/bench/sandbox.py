@@ -60,7 +60,7 @@ async def subprocesses(slots: int, programs: int) -> float:
 
 
 async def main() -> None:
-    """Run."""
+    """Runs the contenders and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)

@@ -54,7 +54,7 @@ class Cpu:
         self._idle = dict.fromkeys(processes, 0.0)
 
     def now(self) -> dict[str, float]:
-        """Seconds so far."""
+        """Returns the CPU seconds so far."""
         used = {}
         for name, process in self._processes.items():
             family = [process, *process.children(recursive=True)]
@@ -77,7 +77,7 @@ class Cpu:
 
 
 async def converse(http: aiohttp.ClientSession, url: str, key: str, turns: int) -> None:
-    """One conversation."""
+    """Makes the calls of one conversation."""
     messages: list[dict[str, Any]] = []
     headers = {"Authorization": f"Bearer {key}"}
     for turn in range(turns):

@@ -191,7 +191,7 @@ async def measure(
 
 
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
-    """Medians per mode."""
+    """Returns the medians by mode."""
     sizes = {"hidden_size": options.hidden, "num_hidden_layers": options.layers}
     sizes["intermediate_size"] = 3 * options.hidden
     models = [make_tiny_model(folder / str(seed), seed=seed, **sizes) for seed in (0, 1)]

@@ -60,7 +60,7 @@ class Meter:
     """Waits for the word, takes the time of a step, and reports it on standard output."""
 
     def __init__(self) -> None:
-        """Before the first step."""
+        """Measures the memory before the first step."""
         self.base = resident()
         self.marks = (0.0, 0.0)
 
@@ -71,14 +71,14 @@ class Meter:
         return bool(line)
 
     def done(self) -> None:
-        """Report."""
+        """Reports the time and memory of a step."""
         wall, cpu = time.perf_counter() - self.marks[0], time.process_time() - self.marks[1]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.base
         print("STEP " + json.dumps({"seconds": wall, "cpu": cpu, "bytes": peak}), flush=True)
 
 
 def run_ours(case: str, model: Path) -> None:
-    """The packed engine."""
+    """Takes steps with the packed engine."""
     import numpy as np
 
     from areal.config.training import MicroBatchSpec, OptimizerConfig, PPOActorConfig
@@ -217,7 +217,7 @@ class Contender:
     """A process that takes a step when asked."""
 
     def __init__(self, python: str, name: str, case: str, model: Path) -> None:
-        """Start it."""
+        """Starts the process of a contender."""
         self.name = name
         path = f"{REPOSITORY / 'services'}:{os.environ.get('PYTHONPATH', '')}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -228,7 +228,7 @@ class Contender:
         )  # fmt: skip
 
     def step(self) -> dict[str, float]:
-        """Take one; raises RuntimeError if the process has ended."""
+        """Takes one; raises RuntimeError if the process has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -240,12 +240,12 @@ class Contender:
         raise RuntimeError(f"{self.name} ended with code {self._process.wait(60)}")
 
     def end(self) -> None:
-        """End it."""
+        """Ends the process and waits for it."""
         self._process.communicate(timeout=60)
 
 
 def compare(case: str, pythons: dict[str, str], model: Path, rounds: int) -> dict[str, float]:
-    """Alternate the contenders of a case; returns the ratios."""
+    """Alternates the contenders of a case; returns the ratios."""
     contenders = [Contender(python, name, case, model) for name, python in pythons.items()]
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in pythons}
     for number in range(rounds + 1):
@@ -280,7 +280,7 @@ def compare(case: str, pythons: dict[str, str], model: Path, rounds: int) -> dic
 
 
 def profile(case: str, model: Path) -> None:
-    """Print where our step spends its time."""
+    """Prints where our step spends its time."""
     code = (
         "import sys, io, cProfile, pstats; sys.path.insert(0, 'tools/bench'); import trainer;"
         "from pathlib import Path; sys.stdin = io.StringIO('\\n' * 10); p = cProfile.Profile();"
@@ -292,7 +292,7 @@ def profile(case: str, model: Path) -> None:
 
 
 def main() -> None:
-    """Run."""
+    """Runs the contenders and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl", help="python of an environment with TRL; left out without it")
     parser.add_argument("--rounds", type=int, default=7)

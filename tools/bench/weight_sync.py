@@ -114,7 +114,7 @@ async def _receive(groups: Any, seat: dict[str, Any] | None, names: dict[str, An
 
 
 class Servers:
-    """Some server processes."""
+    """Processes that stand for servers."""
 
     def __init__(self, count: int, model: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -133,16 +133,16 @@ class Servers:
         return self.wait()
 
     def wait(self) -> float:
-        """Until each has loaded; when the last one had (`time.perf_counter` is the machine's)."""
+        """Waits until each has loaded; returns when the last one had, by `time.perf_counter`."""
         return max(float(pipe.recv()) for pipe in self.pipes)
 
     def stop(self) -> None:
-        """Ends them."""
+        """Ends the processes of all servers."""
         for pipe in self.pipes:
             pipe.send(("stop", ""))
 
     def seat(self, manifest: PolicyVersion, offer: Offer) -> Seats:
-        """As weight-sync answers an offer: all take part, over the same group as before."""
+        """Answers an offer as weight-sync does: all take part, over the same group as before."""
         seats = Seats(offer.group or f"bench-{offer.port}", len(self.pipes) + 1)
         names = {
             "names": [t.name for t in manifest.tensors],

@@ -97,7 +97,7 @@ def check_sandbox(experiment: dict, started: bool) -> None:
 
 
 def configure_engines(experiment: dict) -> None:
-    """Both kinds of inference server, from the same keys."""
+    """Configures both kinds of inference server from the same keys."""
     model = experiment["model"]
     common = {
         "model_path": str(DATA / model["path"]),

@@ -33,18 +33,18 @@ class Driver:
     """Runs cases, and appends a line for each try to a file."""
 
     def __init__(self, out: Path, *, miniature: bool) -> None:
-        """Start nothing yet.
+        """Starts nothing yet.
 
         Args:
-            out: the file of lines; what the workers print is beside it, in `.log`.
-            miniature: tiny sizes.
+            out: The file of lines; what the workers print is beside it, in `.log`.
+            miniature: Tiny sizes.
         """
         self._out = out
         self._miniature = miniature
         self._worker: _Worker | None = None
 
     def run_all(self, chosen: list[str], end: float) -> Iterator[Line]:
-        """Run the chosen cases in the order of the plan; yields a line for each try.
+        """Runs the chosen cases in the order of the plan; yields a line for each try.
 
         The time until `end`, of the monotonic clock, is shared out by the cases' limits. A case
         may use what the cases before it left, but not what belongs to those after it.
@@ -138,7 +138,7 @@ class _Worker:
     def run(
         self, module: str, setting: Setting, left_s: float, try_s: float, *, miniature: bool
     ) -> Line:
-        """Return the result of a try, which has `usable` where the worker can run another."""
+        """Returns the result of a try, which has `usable` where the worker can run another."""
         began, end = self._path.stat().st_size, time.monotonic() + left_s
         try:
             if self.described is None:
@@ -174,7 +174,7 @@ class _Worker:
             return file.read().decode(errors="replace")
 
     def end(self) -> None:
-        """End the process and those that it started; a second call does nothing."""
+        """Ends the process and those that it started; a second call does nothing."""
         if self._process.returncode is None:  # not waited for yet, so the id is still its own
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)

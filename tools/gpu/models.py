@@ -46,10 +46,10 @@ def make(shape: str, miniature: bool, *, layers: int = 0, positions: int = 0) ->
     """A directory with config.json and a tokenizer, without weights.
 
     Args:
-        shape: of a file in shapes/.
-        miniature: tiny widths, the same architecture.
-        layers: depth; 0: the shape's.
-        positions: of its longest sequence, if the shape has fewer.
+        shape: Of a file in shapes/.
+        miniature: Tiny widths, the same architecture.
+        layers: Depth; 0: the shape's.
+        positions: Of its longest sequence, if the shape has fewer.
     """
     config = json.loads((SHAPES / f"{shape}.json").read_text())
     if miniature:
@@ -92,10 +92,10 @@ def engine(
     """An initialized engine, destroyed at the end.
 
     Args:
-        path: of `make`; its weights are random unless `init_from_scratch=False`.
-        tokens: of a micro-batch.
-        lr: learning rate.
-        keys: other fields of `TrainEngineConfig`; those that are None have their defaults.
+        path: Of `make`; its weights are random unless `init_from_scratch=False`.
+        tokens: Of a micro-batch.
+        lr: Learning rate.
+        keys: Other fields of `TrainEngineConfig`; those that are None have their defaults.
     """
     given = {"init_from_scratch": True} | {k: v for k, v in keys.items() if v is not None}
     made = FSDPEngine(
@@ -162,13 +162,13 @@ def groups_of(tokens: int, vocabulary: int, *, seed: int = 1) -> Batch:
 def timed(
     run: Callable[[int], object], *, rounds: int = 5, warm: int = 2, at_most_s: float = 6.0
 ) -> tuple[float, float]:
-    """Return the median seconds of a call and their spread, (largest - smallest) / median.
+    """Returns the median seconds of a call and their spread, (largest - smallest) / median.
 
     Args:
-        run: gets the number of the call, to take another batch each time.
-        rounds: timed calls, one at least.
-        warm: calls before them, one at least.
-        at_most_s: after that no other warming call begins, and after as long no other timed one.
+        run: Gets the number of the call, to take another batch each time.
+        rounds: Timed calls, one at least.
+        warm: Calls before them, one at least.
+        at_most_s: After that no other warming call begins, and after as long no other timed one.
     """
     index, began = 0, time.monotonic()
     while index < warm and (index == 0 or time.monotonic() - began < at_most_s):
@@ -197,6 +197,6 @@ def _once(run: Callable[[int], object], index: int) -> float:
 
 
 def wait() -> None:
-    """Wait until the GPU has finished its work."""
+    """Waits until the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

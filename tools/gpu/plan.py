@@ -26,9 +26,9 @@ class Case:
     try_s: float = BUDGET_S
     """Seconds for one try, where a hang must leave time for the next."""
     smaller: Setting = field(default_factory=dict)
-    """What a try that runs out of memory is repeated with."""
+    """Settings with which a try that runs out of memory is repeated."""
     fresh: bool = False
-    """Starts in a new process: Liger patches an architecture for a whole process."""
+    """Whether it starts in a new process: Liger patches an architecture for a whole process."""
 
 
 _FAMILIES = ("qwen2.5-0.5b", "qwen3-8b", "qwen3-30b-a3b")
@@ -179,5 +179,5 @@ NAMES = tuple(case.name for case in CASES)
 
 
 def find(name: str) -> Case:
-    """Return the case with this name."""
+    """Returns the case with this name."""
     return CASES[NAMES.index(name)]

@@ -21,7 +21,7 @@ _KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
 
 
 def begin(path: Path, batch: packing.Batch) -> Future[tuple[list[float], float]]:
-    """Write random weights into the directory; the result: their logprobs, the gradient's norm."""
+    """Writes random weights into the directory; the result: their logprobs, the gradient's norm."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ Line = dict[str, Any]
 
 
 def read(file: Path) -> list[Line]:
-    """Return the lines of a run: the last of each try, without miniatures."""
+    """Returns the lines of a run: the last of each try, without miniatures."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     last = {_key(line["case"], line["setting"]): line for line in lines if not line["miniature"]}
     return list(last.values())
@@ -37,7 +37,7 @@ def write(lines: list[Line]) -> None:
 
 
 def render(lines: list[Line]) -> str:
-    """Return the page's table: a row for every try; one row for a case without any."""
+    """Returns the page's table: a row for every try; one row for a case without any."""
     found = {_key(line["case"], line["setting"]): line for line in lines}
     rows = ["| case | setting | figures | peak GiB |", "|---|---|---|--:|"]
     for case in plan.CASES:
@@ -55,13 +55,13 @@ def render(lines: list[Line]) -> str:
 
 
 def row(line: Line, tries: int) -> str:
-    """Return a try's row for a terminal; the rows of `tries` have at most 12,000 characters."""
+    """Returns a try's row for a terminal; the rows of `tries` have at most 12,000 characters."""
     said = f"{line['case']:<10} {line['seconds']:>5.1f} s  {_said(line['setting'])}: "
     return f"{said}{_figures(line)}"[: (LONGEST - 200) // tries - 1]
 
 
 def count(lines: list[Line]) -> str:
-    """Return how many tries had each outcome."""
+    """Returns how many tries had each outcome."""
     counts = Counter(line["outcome"] for line in lines)
     return f"{len(lines)} tries: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items())
 

@@ -49,7 +49,7 @@ def _describe() -> dict[str, Any]:
 
 
 def run(module: str, setting: dict[str, Any], *, miniature: bool) -> dict[str, Any]:
-    """Return the outcome of a try and its figures; never raises."""
+    """Returns the outcome of a try and its figures; never raises."""
     try:
         measure = import_module(f"tools.gpu.cases.{module}").measure
         return {"outcome": "ok", **measure(setting, miniature)}
@@ -77,7 +77,7 @@ def _failed(error: BaseException) -> dict[str, Any]:
 
 
 def clean(result: dict[str, Any]) -> bool:
-    """Release a try's memory; return whether the process can run another."""
+    """Releases a try's memory; returns whether the process can run another."""
     gc.collect()
     torch = sys.modules.get("torch")
     roomy = result["outcome"] != "out of memory"

@@ -36,27 +36,27 @@ POINTS = 50
 
 
 def finished() -> list[dict[str, Any]]:
-    """Return all finished runs, including those of earlier revisions."""
+    """Returns all finished runs, including those of earlier revisions."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def current(results: list[dict[str, Any]], row: Row) -> dict[int, dict[str, Any]]:
-    """Return the runs of a row's current revision, by seed."""
+    """Returns the runs of a row's current revision, by seed."""
     revision = row.revision()
     return {r["seed"]: r for r in results if (r["row"], r["revision"]) == (row.name, revision)}
 
 
 def shown(results: list[dict[str, Any]], row: Row) -> dict[int, dict[str, Any]]:
-    """Return the newest run of each seed, from the current revision if it has one."""
+    """Returns the newest run of each seed, from the current revision if it has one."""
     return {r["seed"]: r for r in results if r["row"] == row.name} | current(results, row)
 
 
 def run(row: Row, seed: int, folder: Path) -> dict[str, Any]:
-    """Run once, to the end.
+    """Runs once, to the end.
 
     Raises:
-        RuntimeError: it failed, its packages are missing, or it took longer than LIMIT_S; the
+        RuntimeError: It failed, its packages are missing, or it took longer than LIMIT_S; the
             message ends with its last lines.
     """
     if row.packages and not (ROOT / row.packages).is_dir():
@@ -127,7 +127,7 @@ def _commit() -> str:
 
 
 def main() -> int:
-    """Run, record, write the page; 1 if a run failed."""
+    """Runs, records, writes the page; 1 if a run failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.learn", description=__doc__)
     parser.add_argument("rows", nargs="*", help="names of rows; none: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))

@@ -66,7 +66,7 @@ With decoupled PPO, a staleness bound of 4 or 8 then lowers the mean held-out re
 
 
 def write(table: list[tuple[Row, Runs]]) -> None:
-    """Write the page, and an image for each section that has runs."""
+    """Writes the page, and an image for each section that has runs."""
     parts, missing = [_HEAD], []
     for section in dict.fromkeys(row.section for row, _ in table):
         rows = [(row, runs) for row, runs in table if row.section == section]
@@ -114,7 +114,7 @@ def _line(row: Row, runs: Runs) -> str:
 
 
 def _compared(rows: list[tuple[Row, Runs]]) -> str:
-    """Compare each row that has an `against` with that row: means, spread, and seed by seed."""
+    """Compares each row that has an `against` with that row: means, spread, and seeds by seed."""
     table, lines = {row.name: (row.title, runs) for row, runs in rows}, []
     for row, runs in rows:
         title, base = table.get(row.against, ("", {}))

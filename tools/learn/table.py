@@ -71,7 +71,7 @@ class Row:
     """Folder of PACKAGES that the example imports from; empty: the environment has everything."""
 
     def revision(self) -> str:
-        """Return a hash of the recipe's code (without comments), its settings and the overrides."""
+        """Returns a hash of the recipe's code (without comments), its settings and overrides."""
         recipe = ROOT / "examples" / self.example
         code = code_alone(recipe.with_suffix(".py").read_text())
         settings = repr(yaml.safe_load(recipe.with_suffix(".yaml").read_text()))
@@ -80,7 +80,7 @@ class Row:
 
 
 def code_alone(source: str) -> str:
-    """Return Python source without comments and docstrings: rewording them changes no result."""
+    """Returns Python source without comments and docstrings: rewording them changes no result."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

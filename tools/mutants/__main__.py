@@ -40,7 +40,7 @@ OWN_TEST = "tests/unit/test_mutants.py"
 NEAREST = 10
 """Test files that are run before the others are imported."""
 HANG_S = 900.0
-"""One call of pytest, at most: a bug may make a test wait."""
+"""Most seconds for one call of pytest: a bug may make a test wait."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    """Every planted bug, in the file's order."""
+    """Returns every planted bug, in the file's order."""
     return [Mutant(**entry) for entry in yaml.safe_load(MUTANTS.read_text())]
 
 

@@ -90,7 +90,7 @@ def _begun(messages: Sequence[ChatMessage], last: int) -> str | None:
 
 
 def _tools(body: Mapping[str, Any]) -> list[ChatMessage] | None:
-    """As OpenAI writes them, which is what chat templates know."""
+    """Returns the tools in OpenAI's form, which chat templates read."""
     tools = get(body, "tools", list)
     if not tools:
         return None
@@ -109,7 +109,7 @@ def _tools(body: Mapping[str, Any]) -> list[ChatMessage] | None:
 
 
 def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
-    """One turn: results of tools first, each a message, then its words."""
+    """Yields one turn's messages: results of tools first, one message each, then the text."""
     role = turn.get("role")
     if role not in ("user", "assistant", "system"):  # Claude Code: reminders between the turns
         raise InvalidInput(f"{where}.role {shown(role)}: expected 'user', 'assistant' or 'system'")
@@ -210,14 +210,14 @@ class Events:
             yield self._start(delta.prompt_tokens)
 
     def more(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        """New text of the unfinished answer."""
+        """Yields the events for new text of the unfinished answer."""
         if delta.reasoning:
             yield from self._text_delta("thinking", delta.reasoning)
         if delta.content:
             yield from self._text_delta("text", delta.content)
 
     def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """What `more` has not written."""
+        """Yields the events for everything that `more` has not written."""
         [answer] = answers
         if not self._started:
             yield self._start(len(answer.response.input_tokens))

@@ -56,7 +56,7 @@ class AgentResponse(Response):
         self.init_headers(reply.http_headers())
 
     async def __call__(self, scope: Scope, receive: Receive, send_message: Send) -> None:
-        """See ASGI."""
+        """Serves one ASGI request."""
         reply = self._reply
 
         async def begin() -> None:

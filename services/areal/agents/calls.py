@@ -75,7 +75,7 @@ class Calls:
         self._ended_by: dict[str, int] = {}
         self._kept: dict[int, str] = {}
         self.outcome: float | None = None
-        """The reward that the agent posted for all of it."""
+        """The reward that the agent posted for the whole session."""
 
     async def begin(self, prompt: Sequence[int], n: int, repeats: Repeats) -> int:
         """See `CallStore`."""

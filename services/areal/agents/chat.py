@@ -26,29 +26,31 @@ class ChatRequest:
     """An agent's request. The session sets the sampling parameters: training relies on them."""
 
     messages: list[Message]
-    """As chat templates know them: roles, texts, tool calls with their arguments as objects."""
+    """Messages in the form that chat templates read: roles, texts, tool calls with their arguments
+    as objects."""
     tools: list[Message] | None = None
-    """JSON schemas as OpenAI writes them; None: none are offered."""
+    """JSON schemas in OpenAI's form; None: no tools are offered."""
     max_new_tokens: int | None = None
     """At most the session's own limit."""
     n: int = 1
     stop: tuple[str, ...] = ()
     """Texts that end an answer; they are not part of it."""
     may_call: bool = True
-    """Whether calls are read from an answer; else they are text."""
+    """Whether calls are read from an answer; otherwise they remain text."""
     required: Required = field(default_factory=Required)
     parallel: bool = True
-    """Whether an answer may have several calls; else it ends with its first."""
+    """Whether an answer may have several calls; otherwise it ends with its first call."""
     extends: int | None = None
-    """The answer that it continues, where several end the same conversation."""
+    """The answer that this request continues, if several end the same conversation."""
     keep: bool = False
-    """Whether the conversation is kept, so that the answer's number names it."""
+    """Whether the conversation is kept, so that a later request can refer to the answer by its
+    number."""
     begun: str = ""
-    """How the answer begins, which the agent has written; the model continues it."""
+    """How the answer begins: text that the agent has written and the model continues."""
     variables: dict[str, Any] = field(default_factory=dict)
     """More variables of the chat template."""
     lead: int = 0
-    """So many of the first messages are no part of the conversation that is kept."""
+    """Number of leading messages that are not part of the conversation that is kept."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class History:
     """Digests of every prefix of a conversation; they tell whether a later request extends it."""
 
     start: str
-    """Of the tools that are offered, and of the chat template's variables."""
+    """Digest of the offered tools and of the chat template's variables."""
     turns: list[str]
     """`turns[i]` stands for the first i + 1 messages."""
 
@@ -231,11 +233,11 @@ class Kept:
 
     @classmethod
     def read(cls, content: str) -> Self:
-        """What `write` has written."""
+        """Reads what `write` has written."""
         return cls(**loads(content, WRITER_DEPTH))
 
     def write(self) -> str:
-        """As JSON."""
+        """Returns the messages as JSON."""
         return dumps(vars(self)).decode()
 
 
@@ -245,7 +247,7 @@ def digest(value: Any) -> str:
 
 
 def _gist(message: Message) -> list[Any]:
-    """What clients send back of a message as they had it: no ids, no thought, no outer blanks."""
+    """Returns what clients send back unchanged: no ids, no reasoning, no outer blanks."""
     calls = [
         [call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or []

@@ -146,7 +146,7 @@ def _any_of(*forms: Format) -> Format:
 def _calls(
     tools: Sequence[Message], parallel: bool, renderer: ChatRenderer, tokenizer: Tokenizer
 ) -> Format:
-    """One call or more, in the form in which the chat template writes them."""
+    """Returns a grammar of one call or more, in the form in which the chat template writes them."""
     ids = renderer.render(
         [
             {"role": "user", "content": "?"},
@@ -203,7 +203,7 @@ def _tag(begin: str, tool: Message, end: str, **more: str) -> Format:
 
 
 def _reasoning(opened: bool, prompt: Sequence[int], tokenizer: Tokenizer) -> list[Format]:
-    """What may come before: the rest of an opened thought, or a whole one."""
+    """Returns a grammar of what may precede: the rest of an opened thought, or a whole one."""
     thinks = tokenizer.backend.token_to_id("<think>") is not None
     if not opened and (
         not thinks or tokenizer.decode(list(prompt[-8:])).rstrip().endswith("</think>")

@@ -19,7 +19,8 @@ from areal.security import Security
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 KEY_HEADER, NAME_HEADER = "X-Areal-Key", "X-Session-ID"
-"""Take the place of the API key where a client cannot set one, and name one of its sessions."""
+"""Headers that replace the API key where a client cannot set one, and that name one of its
+sessions."""
 
 
 class Endpoint(HttpApp):

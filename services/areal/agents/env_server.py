@@ -169,7 +169,7 @@ class EnvServer:
                 reply.set_result(body)
 
     async def _watch(self) -> None:
-        """ZeroMQ connects again by itself, but what the server was doing for us is lost."""
+        """Watches the connection: ZeroMQ reconnects on its own, but pending requests are lost."""
         while True:
             await self._monitor.recv_multipart()
             for reply in self._replies.values():

@@ -13,7 +13,7 @@ from areal.types import SPLITS, TIMEOUTS, Score
 from areal.workflows.rendering import Message
 
 _PART = re.compile(r"[\w.-]{1,64}")
-# With the number as we write it: no leading zeros, and no digits of other scripts.
+# The number must be spelled as we write it: no leading zeros, only ASCII digits.
 _ANSWER = re.compile(r"(?:chatcmpl|cmpl|gen|msg|resp)-(.+)-(0|[1-9][0-9]{0,8})", re.DOTALL)
 _MAX_ITEMS = 1 << 16
 """Messages or tools: more than any model's context has room for, and quickly read."""
@@ -40,7 +40,7 @@ def score(body: Mapping[str, Any]) -> Score | None:
 
 
 def _parts(parts: Mapping[str, Any]) -> dict[str, float]:
-    """Parts by name; each becomes a metric, `reward/NAME`, beside the total's mean and std."""
+    """Returns parts of a reward by name; each becomes a metric, `reward/NAME`, beside the total."""
     if len(parts) > 32:
         raise InvalidInput(f"parts: got {len(parts)}, expected at most 32")
     for name, value in parts.items():

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Self
 
 KEYS = ("authorization", "x-api-key", "api-key")
-"""Carry the API key, as OpenAI's, Anthropic's and Azure's clients send it."""
+"""Headers that carry the API key, as OpenAI's, Anthropic's and Azure's clients send it."""
 RETRIES = "x-stainless-retry-count"
 REQUEST_IDS = ("idempotency-key", "x-client-request-id")
-"""By these a client names a request; it sends the same name when it sends the request again."""
+"""Headers by which a client identifies a request; a repeated request has the same value."""
 READ = (*KEYS, RETRIES, *REQUEST_IDS)
 """All headers that are read."""
 
@@ -35,7 +35,7 @@ class Repeats:
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> Self:
-        """What a request says; names of headers in lower case."""
+        """Reads a request's headers, whose names are in lower case."""
         given = next((headers[name] for name in REQUEST_IDS if headers.get(name)), "")
         encoded = given.encode(errors="surrogatepass")
         key = hashlib.blake2b(encoded, digest_size=8).hexdigest() if given else ""

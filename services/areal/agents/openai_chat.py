@@ -234,15 +234,15 @@ class Events:
         self._begun: set[int] = set()
 
     def begin(self, delta: AnswerDelta | None = None) -> Iterator[dict[str, Any]]:
-        """Nothing: the first chunk of each choice says its role."""
+        """Returns nothing: the first chunk of each choice contains its role."""
         return iter(())
 
     def more(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        """New text of an unfinished answer."""
+        """Yields the chunks for new text of an unfinished answer."""
         yield self._text_delta(delta.index, delta.reasoning, delta.content)
 
     def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """What `more` has not written."""
+        """Yields the chunks for everything that `more` has not written."""
         for index, answer in enumerate(answers):
             reasoning, content = answer.unsent
             if reasoning or content or index not in self._begun:

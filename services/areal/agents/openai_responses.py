@@ -101,7 +101,7 @@ def read_request(
 
 
 def _tools(body: Mapping[str, Any]) -> list[Message] | None:
-    """As chat completions write them, which is what chat templates know."""
+    """Returns the tools in the form of chat completions, which chat templates read."""
     tools = get(body, "tools", list)
     if not tools:
         return None
@@ -165,7 +165,7 @@ def _reference(known: str, session_id: str) -> tuple[str, int | None, int]:
 
 
 def _item(kind: str, answer: Message, place: int) -> Message | None:
-    """One item of an answer; None: it has no such item."""
+    """Returns one item of an answer; None: the answer has no such item."""
     calls = answer.get("tool_calls") or []
     if kind == "msg":
         return {"type": "message", "role": "assistant", "content": answer["content"]}
@@ -293,7 +293,7 @@ class Writer:
         ]
 
     def response(self, answer: Answer | None) -> Response:
-        """`answer` None: the response as a stream begins it."""
+        """Returns the response; with `answer` None, the one with which a stream begins."""
         body = self._body
         made = Response(
             id=self._id,

@@ -20,7 +20,7 @@ from areal.tokenizer import Tokenizer
 
 
 def read_text_request(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Arguments of `Session.complete`; raises InvalidInput."""
+    """Returns arguments of `Session.complete`; raises InvalidInput."""
     get(body, "stream_options", dict)
     prompt = body.get("prompt")
     return {
@@ -32,7 +32,7 @@ def read_text_request(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str
 
 
 def read_token_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Session.complete`, of vLLM's body; raises InvalidInput."""
+    """Returns arguments of `Session.complete` from vLLM's body; raises InvalidInput."""
     sampling = get(body, "sampling_params", dict) or {}
     SAMPLING_PARAMS.check(sampling, "sampling_params.")
     return {
@@ -93,11 +93,11 @@ class TextEvents:
         self._created = int(time.time())
 
     def begin(self, delta: AnswerDelta | None = None) -> Iterator[dict[str, Any]]:
-        """Nothing: a stream of texts has no first chunk of its own."""
+        """Returns nothing: a stream of texts has no first chunk of its own."""
         return iter(())
 
     def more(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        """New text of an unfinished answer."""
+        """Yields the chunks for new text of an unfinished answer."""
         choice = {"index": delta.index, "text": delta.content, "finish_reason": None}
         yield {
             "id": self._id,
@@ -108,7 +108,7 @@ class TextEvents:
         }
 
     def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """What `more` has not written: a chunk for each answer, then the usage on request."""
+        """Yields what `more` has not written: a chunk per answer, and the usage if requested."""
         whole = write_text(self._id, self._model, answers, self._body, self._tokenizer)
         whole["created"] = self._created
         usage = whole.pop("usage")
@@ -119,7 +119,7 @@ class TextEvents:
 
 
 def write_tokens(answer_id: str, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Ids and logprobs of every answer."""
+    """Returns the ids and logprobs of every answer."""
     return {
         "request_id": answer_id,
         "choices": [

@@ -54,11 +54,11 @@ class Outline:
 
     @classmethod
     def read(cls, content: str) -> Self:
-        """What `write` has written."""
+        """Reads what `write` has written."""
         return cls(**loads(content))
 
     def write(self) -> str:
-        """As JSON."""
+        """Returns the outline as JSON."""
         return dumps(vars(self)).decode()
 
 
@@ -94,22 +94,22 @@ def _difference(conversations: _Conversations, number: int) -> str:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """Which ends with an answer."""
+    """A conversation, which ends with an answer."""
 
     about: list[str]
     parts: list[Part]
-    """All of them, from the beginning."""
+    """The parts of all messages, from the beginning."""
 
 
 class _Conversations:
-    """Those of a session; while the numbers rise, each outline is read once, and few are kept."""
+    """The conversations of a session. While the numbers rise, each outline is read once."""
 
     def __init__(self, outlines: Sequence[str]) -> None:
         self._outlines = outlines
         self._known: dict[int, _Conversation] = {}
 
     def before(self, number: int) -> Iterator[_Conversation]:
-        """Those of the answers near before one."""
+        """Yields the conversations that end in the answers shortly before one."""
         first = max(0, number - _NEAR)
         for gone in [each for each in self._known if each < first]:
             del self._known[gone]
@@ -118,7 +118,7 @@ class _Conversations:
                 yield found
 
     def find(self, number: int) -> _Conversation | None:
-        """None: it is not known."""
+        """Returns the conversation that an answer ends; None: it is not known."""
         if not self._outlines[number]:
             return None
         if number not in self._known:
@@ -141,7 +141,7 @@ class _Conversations:
 
 
 def _first(earlier: Sequence[Part], later: Sequence[Part]) -> tuple[int, str]:
-    """How many messages are equal, and the path of the first difference."""
+    """Returns how many messages are equal, and the path of the first difference."""
     for at, (one, other) in enumerate(zip(earlier, later, strict=False)):
         if one != other and (path := _differs(one, other)):
             return at, f"messages[{at}].{path}"

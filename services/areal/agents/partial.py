@@ -75,7 +75,7 @@ class IncrementalText:
         self._known: list[int] = []
         self._new: list[int] = []
         self._given = 0
-        """Characters of the text of both that were returned, or are held."""
+        """Number of characters of both texts that were returned or are held back."""
         self._held = ""  # is no characters, and is returned with the next one
 
     def add(self, ids: Sequence[int]) -> str:
@@ -218,7 +218,7 @@ class PartialAnswer:
         return before
 
     def _split(self, text: str) -> tuple[str, str]:
-        """What can be streamed of reasoning and of content, now that `text` is known."""
+        """Returns how much of reasoning and content can be streamed, given the text so far."""
         self._pending += text
         reasoning = content = ""
         if self._part == "start":

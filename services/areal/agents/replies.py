@@ -47,11 +47,11 @@ class Events(Protocol):
         ...
 
     def more(self, delta: AnswerDelta) -> Iterator[Event]:
-        """New text of an unfinished answer."""
+        """Returns the events for new text of the unfinished answer."""
         ...
 
     def end(self, answers: Sequence[Answer]) -> Iterator[Event]:
-        """What `more` has not written."""
+        """Returns the events for everything that `more` has not written."""
         ...
 
 
@@ -96,7 +96,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Reply:
-    """What goes back over HTTP."""
+    """A response to an HTTP request."""
 
     status: int
     body: bytes

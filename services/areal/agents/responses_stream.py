@@ -39,7 +39,7 @@ class Events:
     """Writes reasoning, text and calls as items, one after another."""
 
     def __init__(self, answer_id: str, whole: Callable[[Answer | None], Response]) -> None:
-        """`whole` makes the response: of the complete answer, or of none (None) at the start."""
+        """`whole` returns the response for the complete answer, or for none (None) at the start."""
         self._id, self._whole = answer_id, whole
         self._number = 0
         self._items = 0
@@ -47,13 +47,13 @@ class Events:
         self._text = ""
 
     def begin(self, delta: AnswerDelta | None = None) -> Iterator[dict[str, Any]]:
-        """The first events."""
+        """Yields the first events of the stream."""
         begun = self._whole(None)
         yield self._made(ResponseCreatedEvent, response=begun)
         yield self._made(ResponseInProgressEvent, response=begun)
 
     def more(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        """New text of the unfinished answer."""
+        """Yields the events for new text of the unfinished answer."""
         if delta.reasoning:
             if self._open is None:
                 yield from self._begin(reasoning_item(self._id, ""))
@@ -66,7 +66,7 @@ class Events:
             yield self._delta(ResponseTextDeltaEvent, delta.content, logprobs=[])
 
     def end(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
-        """What `more` has not written."""
+        """Yields the events for everything that `more` has not written."""
         [answer] = answers
         response = self._whole(answer)
         for item in response.output:

@@ -223,7 +223,7 @@ _POSTS: dict[str, Callable[[Session, dict[str, Any], Repeats], Awaitable[Reply]]
 
 
 def _id(kind: str, session: Session, first: int) -> str:
-    """How the agent knows answers; ends with the number of the first."""
+    """Returns the agent's id of an answer; it ends with the number of the first answer."""
     return f"{kind}-{session.id}-{first}"
 
 

@@ -39,7 +39,7 @@ from areal.workflows.large_text import apart, size_of, strings, texts_shown
 from areal.workflows.rendering import ChatRenderer, Message
 
 OnBug = Callable[[Exception], None]
-"""Told of an exception that no one expected."""
+"""Called with an exception that no one expected."""
 _CHARS_PER_TOKEN = 4
 Generate = Callable[[LLMRequest], Awaitable[list[LLMResponse]]]
 """Answers a prompt `gconfig.n_samples` times."""
@@ -66,7 +66,7 @@ class Model:
     context_length: int | None = None
     """The most tokens of prompt and answer; None: what the tokenizer says, if it says anything."""
     on_bug: OnBug = report_bug
-    """Told of exceptions that the agent sees as an error with status 500."""
+    """Called with exceptions that the agent sees as an error with status 500."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Start:
     extends: int | None = None
     """The answer that the prompt continues."""
     old: int = 0
-    """How many messages that answer ends."""
+    """Number of messages up to the end of that answer."""
     kept: int | None = None
     """The same answer, if its conversation is kept and has the same lead."""
 
@@ -87,7 +87,7 @@ class Session:
     """Serves an agent's calls, any number of them at once."""
 
     def __init__(self, session_id: str, model: Model, calls: CallStore) -> None:
-        """Requests of one session prefer the same server."""
+        """Creates the session, whose requests all prefer the same server."""
         self.id = session_id
         self.model = model
         self.calls = calls
@@ -176,7 +176,7 @@ class Session:
     def _read(
         self, number: int, whole: LLMResponse, request: ChatRequest, *, offered: bool, opened: bool
     ) -> tuple[Answer, str]:
-        """What an agent reads of an answer, and the answer's text; never raises."""
+        """Returns what an agent reads of an answer, and the answer's text; never raises."""
         response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
         reply = self.model.renderer.parse(response.output_tokens)
         if len(reply.tool_calls) > 1 and not request.parallel:
@@ -346,6 +346,6 @@ class Session:
 
 
 def _size_of_rest(request: ChatRequest) -> int:
-    """About how many characters a request has besides its messages."""
+    """Returns about how many characters a request has besides its messages."""
     values = request.tools, request.variables, request.begun
     return sum(map(len, strings(values)))

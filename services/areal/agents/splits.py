@@ -26,7 +26,8 @@ from areal.types import SPLITS, Trajectory
 Segments = Sequence[tuple[bool, str]]
 """(sampled, text) in order: one trajectory, or one kept sample."""
 UNKNOWN = "prompt"
-"""Where a prompt of token ids, or of equal messages that were rendered otherwise, differs."""
+"""The field that is named if it is unknown where a prompt differs: for prompts of token ids, and
+for equal messages that were rendered differently."""
 _AROUND = 24
 _NEAR = 64
 """How many samples back a conversation is looked for."""
@@ -78,7 +79,7 @@ def _why(samples: Sequence[Segments], wholes: Sequence[str], number: int) -> str
 
 
 def _shown(earlier: Segments, prompt: str, same: int) -> str:
-    """Where a prompt leaves an earlier sample whose answers it shows; "": it shows none.
+    """Returns where a prompt departs from an earlier sample whose answers it shows, or "".
 
     Args:
         earlier: The earlier sample.
@@ -91,7 +92,7 @@ def _shown(earlier: Segments, prompt: str, same: int) -> str:
         if same < at and not where:
             where = f"in answer {answers}" if sampled else f"before answer {answers}"
             if sampled:
-                return where  # an assistant's message stands where the answer was
+                return where  # an assistant's message is where the answer was
         if sampled:
             shown = shown or bool(where and begin >= same and text.strip() in prompt[same:])
             answers += 1

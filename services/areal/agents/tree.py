@@ -28,17 +28,18 @@ class Call:
     """One answer of the model within a session."""
 
     response: LLMResponse
-    """Prompt, the very ids sampled, their logprobs and versions. No ids: it failed on the way."""
+    """Prompt, the exact ids sampled, their logprobs and versions. No ids: the call failed."""
     retry: bool = False
-    """The client's SDK says that this request repeats an earlier one, whose answer it never had."""
+    """The client's SDK says that this request repeats an earlier one whose answer it never
+    received."""
     key: str = ""
     """What the client says identifies the request, also when it is repeated; may be empty."""
     delivered: bool = True
-    """All of the answer left for the client, as far as the server knows."""
+    """Whether, as far as the server knows, the complete answer was sent to the client."""
     reward: float | None = None
-    """The reward of this answer alone."""
+    """The reward of this one answer."""
     text: str = ""
-    """What people see of the answer."""
+    """The answer's text for display."""
     outline: str = ""
     """See `areal.agents.outlines`; may be empty."""
 
@@ -48,15 +49,15 @@ class Merged:
     """The trajectories and rewards of a session."""
 
     trajectories: list[Trajectory]
-    """In the order of their first own calls; `trajectory_id` is left to the caller."""
+    """Trajectories in the order of their first own calls; the caller sets `trajectory_id`."""
     chains: list[list[int]]
     """For each trajectory the calls that its loss covers, as indexes."""
     orphans: list[int]
-    """Calls whose answer was never used, since the SDK asked once more."""
+    """Calls whose answer was never used, because the SDK repeated the request."""
     dropped: int = 0
     """How many of the orphans had an answer, which no trajectory contains."""
     outlines: list[str] = field(default_factory=list)
-    """Of all calls."""
+    """Outlines of all calls."""
 
 
 def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:
@@ -88,7 +89,7 @@ def merge(calls: Sequence[Call], outcome: float | None = None) -> Merged:
 
 
 def _parents(calls: Sequence[Call]) -> list[int | None]:
-    """For each call the earlier one that it extends furthest; of equal ones the latest."""
+    """Returns, for each call, the earlier one that it extends furthest; of equals, the latest."""
     wholes: list[bytes] = []
     parents: list[int | None] = []
     for call in calls:
@@ -110,7 +111,7 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def _orphans(calls: Sequence[Call], parents: Sequence[int | None]) -> set[int]:
-    """For each repeated request the earlier call that it repeats: same prompt, never extended."""
+    """Returns, for each repeated request, the earlier call: same prompt, never extended."""
     used = set(parents)
     orphans: set[int] = set()
     prompts: dict[bytes, list[int]] = {}
@@ -142,7 +143,7 @@ def _repeated(calls: Sequence[Call], call: Call, free: Sequence[int]) -> list[in
 
 
 def _chains(kept: Sequence[int], parents: Sequence[int | None]) -> list[list[int]]:
-    """Each kept call once: a chain continues with the first call that extends its last."""
+    """Puts each kept call into one chain; a chain continues with the first call that extends it."""
     chains: list[list[int]] = []
     chain_of: dict[int, list[int]] = {}  # by a chain's last call
     for index in kept:

@@ -23,7 +23,7 @@ Run = Callable[[dict[str, Any], str, str], Awaitable[float | None]]
 """`async def run(task, base_url, api_key)`: one attempt at a row; returns its reward: a number, or
 a `rubric(...)`."""
 OnError = Literal["fail", "drop", "zero"]
-"""What a failed attempt comes to."""
+"""What happens to a failed attempt."""
 
 
 class AgentWorkflow(RolloutWorkflow):

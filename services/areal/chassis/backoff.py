@@ -33,7 +33,7 @@ class Backoff:
         return self._ceiling_s == self._first_s
 
     def next(self) -> float:
-        """Seconds to wait before the next try."""
+        """Returns the seconds to wait before the next try."""
         delay = self._ceiling_s * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
         self._ceiling_s = min(2 * self._ceiling_s, self._most_s)
         return delay
@@ -43,5 +43,5 @@ class Backoff:
         self._ceiling_s = self._first_s
 
     async def sleep(self) -> None:
-        """Waits that long."""
+        """Sleeps for the next delay."""
         await asyncio.sleep(self.next())

@@ -14,8 +14,8 @@ from areal.chassis.files import replacing
 
 VERDICT_VARIABLE = "AREAL_VERDICT"
 POD_VERDICT_VARIABLE = "AREAL_POD_VERDICT"
-"""A file that outlives the process but not its pod: a container that Kubernetes starts again in
-place reads there what its life before said."""
+"""A file that outlives the process but not its pod: if Kubernetes restarts a container in place,
+the new process reads there what the previous one reported."""
 _MOST_BYTES = 4096
 
 

@@ -65,7 +65,7 @@ class HttpApp:
         self._log = get_logger(type(self).__module__)
 
     def routes(self) -> Iterable[web.AbstractRouteDef]:
-        """The application's routes."""
+        """Returns the application's routes."""
         raise NotImplementedError
 
     def admits(self, request: web.Request) -> bool:
@@ -103,7 +103,7 @@ class HttpApp:
         return found
 
     async def close(self) -> None:
-        """Stops listening."""
+        """Stops listening and ends open requests."""
         if self._runner is not None:
             await self._runner.cleanup()
 

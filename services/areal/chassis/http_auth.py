@@ -57,7 +57,7 @@ class BearerAuth:
         return self.security.admits(header(scope, b"authorization"))
 
     async def refuse(self, scope: Scope, send: Send) -> None:
-        """Answers 401."""
+        """Answers a request without the token with 401."""
         body = json.dumps({"error": UNAUTHENTICATED}).encode()
         await answer(scope, send, body, "application/json")
 

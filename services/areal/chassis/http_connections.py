@@ -24,7 +24,7 @@ from areal.chassis.process import open_files
 HEAD_WITHIN_S = 10.0
 # A process that stood still finds requests in a heap, and timers that are over: it reads first.
 _READ_FIRST_S = 0.5
-# Of all descriptors, for those that wait: calls in progress, files and peers need the others.
+# Waiting connections may take 1/4 of the descriptors: calls, files and peers need the others.
 _SHARE = 4
 # An idle connection of aiohttp, between two requests; clients of ours give it up before (15 s).
 IDLE_S = 30.0
@@ -88,7 +88,7 @@ class HttpSite(web.BaseSite):
 
 
 class _FirstHead(asyncio.Protocol):
-    """In front of a handler of aiohttp's, which has its own deadline after the first request."""
+    """Runs before a handler of aiohttp's, which has its own deadline after the first request."""
 
     def __init__(self, handler: web.RequestHandler, waiting: Waiting) -> None:
         self._handler = handler

@@ -56,7 +56,7 @@ class HttpServer(uvicorn.Server):
 
 
 class _State(ServerState):
-    """What the connections of one server share."""
+    """The state that the connections of one server share."""
 
     def __init__(self) -> None:
         super().__init__()

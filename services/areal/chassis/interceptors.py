@@ -26,7 +26,7 @@ class _NotAMessage:
 
 
 def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Garbage must reach the interceptor: gRPC itself would answer UNKNOWN and log a traceback."""
+    """Lets a request that cannot be decoded reach the interceptor: gRPC would answer UNKNOWN."""
     if decode is None:
         return None
 

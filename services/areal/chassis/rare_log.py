@@ -23,7 +23,7 @@ class RareLog:
     """
 
     def __init__(self, log: _Log, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds."""
+        """`clock` returns seconds."""
         self._log = log
         self._clock = clock
         self._written: dict[str, int] = {}

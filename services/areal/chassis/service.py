@@ -115,7 +115,7 @@ class Server:
         """Stops taking work and returns what the service holds; bounded by the grace period."""
 
     async def close(self) -> None:
-        """Releases connections."""
+        """Releases the service's connections."""
 
 
 def split_address(address: str, key: str) -> tuple[str, int]:
@@ -334,10 +334,10 @@ def run_service(
     read: Callable[[GRPOConfig], Config],
     build: Callable[[Config, ServiceContext], Server],
 ) -> None:
-    """Is the `main` of every service: parses argv, serves until told to stop, exits.
+    """Runs as the `main` of every service: parses argv, serves until told to stop, exits.
 
     Args:
-        name: e.g. "buffer"; also in logs and metric names.
+        name: E.g. "buffer"; also in logs and metric names.
         read: Takes what the service needs from the experiment file.
         build: Makes the service's process; does no I/O.
     """

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from areal.errors import ConfigError
 
 FLUSH_S = 2.0
-"""At its end a process waits this long for a collector to take the last spans."""
+"""Seconds that a process waits at its end for a collector to take the last spans."""
 
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
@@ -43,7 +43,7 @@ def export_spans(key: str, service: str, namespace: str, instance: str) -> Itera
 
 
 def _resource(service: str, namespace: str, instance: str) -> Resource:
-    """Who makes the spans; what the environment says of it comes first."""
+    """Describes the process that creates the spans; values of the environment take precedence."""
     ours = {
         "service.name": service,
         "service.namespace": namespace,

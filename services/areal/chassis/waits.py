@@ -28,9 +28,9 @@ class Wait:
     """
 
     what: str
-    """Its kind: one of few words, a label of the metric."""
+    """The kind of wait: one of few words, a label of the metric."""
     on: str
-    """Who has to do something."""
+    """The service or process that is waited for."""
     seconds: float
     detail: str = ""
 

@@ -133,14 +133,15 @@ class CallPolicy:
     """The timeout of an RPC and how long it is retried, in seconds."""
 
     timeout_s: float = 30.0
-    """For one try. A long poll adds what the server was asked to wait."""
+    """Deadline of one try, in seconds. A long poll adds the time that the server was asked to
+    wait."""
     retry_s: float = 0.0
     """Try again, with backoff and jitter, for this long while the service is away or silent."""
     idempotent: bool = True
     """Whether the same call may be made twice; one that may not is never tried again."""
 
 
-# By the name of the RPC.
+# Policies by the name of the RPC.
 Policies = Mapping[str, CallPolicy]
 
 
@@ -149,7 +150,7 @@ def _bearer(token: str) -> _Metadata:
 
 
 def _name(method: Any) -> str:
-    """Of the RPC that a stub's method calls."""
+    """Returns the name of the RPC that a stub's method calls."""
     return bytes(method._method).decode().rsplit("/", maxsplit=1)[-1]
 
 
@@ -293,6 +294,6 @@ class Client:
             self._raise_if_closed(name)
 
     def _raise_if_closed(self, name: str) -> None:
-        """Instead of gRPC, which raises a class that no caller expects."""
+        """Raises our error before gRPC raises a class that no caller expects."""
         if self._closed:
             raise errors.ArealError(f"{name} on {self.address}: this client is closed")

@@ -86,7 +86,7 @@ async def connect_nats(url: str, name: str, *, token: str = "") -> NatsClient:
     backoff = Backoff()
 
     def again(servers: list[Server], _: dict[str, Any]) -> tuple[Server, float]:
-        # Told of every one it knows: the one that was tried least is next.
+        # Gets every server that the client knows; the one that was tried least is next.
         return min(servers, key=lambda server: server.reconnects), backoff.next()
 
     client = NatsClient()

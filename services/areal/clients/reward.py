@@ -1,4 +1,4 @@
-"""Client of RewardService."""
+"""Client of RewardService: scores completions."""
 
 from __future__ import annotations
 

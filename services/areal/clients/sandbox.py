@@ -1,4 +1,4 @@
-"""Client of SandboxService."""
+"""Client of SandboxService: lends boxes and runs commands in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal.v1 import sandbox_service_pb2 as pb
 from areal.v1 import sandbox_service_pb2_grpc as pb_grpc
 
 _MARGIN_S = 60.0
-"""On top of a command's own seconds: for a free box, and a busy machine."""
+"""Seconds added to a command's own time limit: time to get a box, and for a busy machine."""
 
 
 class SandboxClient(Client):
@@ -40,7 +40,7 @@ class SandboxClient(Client):
 
     @cached_property
     def stub(self) -> pb_grpc.SandboxServiceAsyncStub:
-        """The generated calls."""
+        """Returns the generated client of the service."""
         return pb_grpc.SandboxServiceStub(self._channel)
 
     async def lend(

@@ -154,7 +154,7 @@ class WeightSyncClient(Client):
         return [server_from_pb(s) for s in response.servers], response.current_version
 
     async def list_changes(self, as_of: str) -> ServerChanges:
-        """Servers that have changed since an earlier answer; every server for `""`."""
+        """Returns the servers that changed since an earlier answer; every server for `""`."""
         response = await self.call(self._stub.ListServers, pb.ListServersRequest(as_of=as_of))
         return ServerChanges(
             tuple(map(server_from_pb, response.servers)),

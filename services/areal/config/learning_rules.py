@@ -29,12 +29,14 @@ PAGE = "docs/runbooks/reward-does-not-rise.md"
 WINDOW = 20
 """Steps over which rewards and shares are averaged, everywhere they are shown."""
 MISMATCH_BOUND = 0.05
-"""Of engine || trainer, in nats per token: bfloat16 on both sides stays below 0.01."""
+"""Highest KL divergence between engine and trainer, in nats per token: bfloat16 on both sides stays
+below 0.01."""
 HIGHEST_LR = 1e-2
-"""Of AdamW, whose steps are about as large as the learning rate, on weights of around 0.02."""
+"""Highest learning rate of AdamW, whose steps are about as large as the learning rate, on weights
+of around 0.02."""
 HIGHEST_LORA_LR = 1e-1
 _FEW, _ENOUGH = 10, 20
-"""Rows that a share needs, and those that a comparison of two halves needs."""
+"""Rows that a share needs, and rows that a comparison of two halves needs."""
 _SIGMAS = 5.0
 """Standard errors by which two means must differ. A run is looked at after each of its steps, so
 chance has thousands of tries."""
@@ -67,7 +69,7 @@ class Rule:
 
     name: str
     shown_when: str
-    """For the page."""
+    """The condition, for docs/learning.md."""
     advice: str
     config: Callable[[GRPOConfig], str] | None = None
     rows: Callable[[Sequence[Row]], str] | None = None

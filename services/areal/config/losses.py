@@ -23,8 +23,8 @@ class BuiltinLoss:
     meaning: str
     constants: Mapping[str, float] = field(default_factory=dict)
     """Keyword arguments of the function that `actor.loss_constants` may set, with their defaults.
-    `eps_clip`, `eps_clip_higher` and `c_clip` are keys of `actor` instead, as several losses have
-    them."""
+    `eps_clip`, `eps_clip_higher` and `c_clip` are keys of `actor` instead, because several losses
+    have them."""
 
 
 LOSSES: dict[str, BuiltinLoss] = {

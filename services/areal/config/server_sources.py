@@ -44,16 +44,16 @@ class ServerSource:
     """
 
     entry: str
-    """As written."""
+    """The entry of `endpoints.inference` that was parsed."""
     kind: SourceKind
     name: str
     """The DNS name, the Service, or the url."""
     port: int = 0
-    """0: the Service's."""
+    """Port of the servers; 0: the port of the Service."""
     namespace: str = ""
-    """Empty: this pod's own."""
+    """Namespace of the Service; empty: this pod's own."""
     nameserver: str = ""
-    """host or host:port; empty: the system's."""
+    """The nameserver, host or host:port; empty: the system's."""
 
 
 def parse_source(entry: str) -> ServerSource:

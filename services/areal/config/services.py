@@ -37,7 +37,7 @@ class ModelConfig:
 
 @dataclass
 class DatasetConfig:
-    """The training rows."""
+    """The rows that training reads."""
 
     path: str = ""
     """A file of rows, such as rows.jsonl, a folder of them, `hf://org/name[/config][@revision]`

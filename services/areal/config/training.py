@@ -90,7 +90,7 @@ class OptimizerConfig:
     can be an unlucky batch; a policy that is NaN never recovers."""
 
     def learning_rate(self, step: int, total_steps: int | None) -> float:
-        """Return the learning rate of optimizer step `step` (0 is the first).
+        """Returns the learning rate of optimizer step `step` (0 is the first).
 
         Warm-up takes the fraction's whole steps, rounded down, and rises in equal parts from
         lr / (steps + 1): no step is spent at a rate of 0, with which transformers' begins.

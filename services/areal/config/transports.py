@@ -23,8 +23,9 @@ class Transport:
     shared_volume: bool
     """Whether the servers of the chart mount the volume that has the versions."""
     stores: bool = True
-    """Whether a server can read a version later. If a transport fails, those that store are tried,
-    in the order of the table; a version that goes by one that does not is also stored."""
+    """Whether a server can read a version later. If a transport fails, the transports that store
+    versions are tried, in the order of the table. A version sent over a transport that does not
+    store versions is also stored."""
     process_group: bool = False
     """Whether trainer and servers form a process group: each can reach every other on any port, no
     two share a GPU, and all servers update at once."""

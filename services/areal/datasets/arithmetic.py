@@ -71,7 +71,7 @@ def addition(
 def _unordered_pairs(
     low: int, high: int, digits: int, generator: random.Random
 ) -> Iterator[tuple[int, int]]:
-    """Each unordered pair at most once, in random order, with its operands in random order."""
+    """Yields each unordered pair at most once, in random order, operands in random order."""
     if digits <= _LISTABLE_DIGITS:
         listed = [(a, b) for a in range(low, high + 1) for b in range(a, high + 1)]
         generator.shuffle(listed)

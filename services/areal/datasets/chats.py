@@ -208,7 +208,7 @@ class _Chat:
         return turns
 
     def sequences(self, turns: Sequence[int]) -> Iterator[Tokens]:
-        """As few sequences as show each turn as it is sampled, the longest one last."""
+        """Yields as few sequences as show each turn as it is sampled, the longest one last."""
         found, left = [], list(turns)
         upto = len(self._messages)
         while left:
@@ -232,7 +232,7 @@ class _Chat:
         yield from reversed(found)
 
     def sequence(self, turns: Sequence[int]) -> Tokens:
-        """One sequence with all of the turns."""
+        """Returns one sequence with all of the turns."""
         if not turns:
             raise InvalidInput("messages: no assistant turn, so there is nothing to learn")
         text, spans = self._spans(len(self._messages), turns)
@@ -258,7 +258,7 @@ class _Chat:
         return parts[0], self._shown(parts[0], turns)
 
     def _shown(self, whole: str, turns: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Where a text shows those turns as they are sampled."""
+        """Returns the places at which a text shows those turns as they are sampled."""
         spans = {}
         for turn in turns:
             after = self._render(self._messages[: turn + 1])
@@ -346,7 +346,7 @@ class _Chat:
         return {"input_ids": ids, "loss_mask": mask}
 
     def _end(self, ids: Sequence[int], inside: Sequence[int]) -> int | None:
-        """Where the token is that ends a turn: the turn's last, or the next turn's first (GLM)."""
+        """Finds the token that ends a turn: the turn's last, or the next turn's first (GLM)."""
         ends = self._tokenizer.eos_token_ids
         # What a template puts behind the end of a turn, no server would wait for.
         if found := [n for n in self._tail(ids, inside) if ids[n] in ends]:
@@ -360,7 +360,7 @@ class _Chat:
         return any(ids[n] in self._tokenizer.eos_token_ids for n in tail)
 
     def _tail(self, ids: Sequence[int], inside: Sequence[int]) -> list[int]:
-        """Where the special tokens and blanks are that a turn ends with."""
+        """Returns the positions of the special tokens and blanks that end a turn."""
         tail: list[int] = []
         for n in reversed(inside):
             token = ids[n]
@@ -392,7 +392,7 @@ class _Chat:
         return more[0] if more and more[0] in self._tokenizer.eos_token_ids else None
 
     def _last_resort(self, ids: Sequence[int], inside: Sequence[int], turn: int) -> int:
-        """Where a turn ends of which no token is known to end a generation."""
+        """Finds the end of a turn if no token is known to end a generation."""
         ends = self._tokenizer.eos_token_ids
         if found := [n for n in self._tail(ids, inside) if self._tokenizer.is_special(ids[n])]:
             return found[-1]
@@ -407,7 +407,7 @@ class _Chat:
 
 
 def _common(one: str, other: str) -> str:
-    """What both texts begin with."""
+    """Returns the text with which both texts begin."""
     pairs = zip(one, other, strict=False)
     return one[: next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
 

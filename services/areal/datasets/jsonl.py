@@ -38,7 +38,7 @@ def load_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: str | Path, content: bytes) -> Iterator[tuple[int, Any]]:
-    # Of bytes: `str.splitlines` would also split at the line separators inside of texts.
+    # Split bytes: `str.splitlines` would also split at the line separators inside texts.
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             yield number, _value(line, f"{path}:{number}")

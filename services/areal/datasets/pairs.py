@@ -17,7 +17,7 @@ class PairOfChats:
     chosen: list[Message]
     rejected: list[Message]
     prompt: int
-    """The number of messages that they share; the next one of each is the assistant's."""
+    """The number of messages that both chats share; the next message of each is the assistant's."""
 
 
 def split_pair(row: Mapping[str, Any]) -> PairOfChats:

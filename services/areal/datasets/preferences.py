@@ -9,7 +9,7 @@ from areal.errors import InvalidInput
 
 _MOST = 5000  # of 10 * 9 * 8 * 7 prompts
 GENERATED = "generated"
-"""What the examples call these rows as `train_dataset.path`."""
+"""Value of `train_dataset.path` with which the examples generate these rows."""
 
 
 def sorted_digits(count: int, seed: int) -> list[dict[str, Any]]:

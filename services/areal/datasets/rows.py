@@ -95,7 +95,7 @@ def _from_revision(
     disable_progress_bars()
     try:
         info = HfApi().dataset_info(name, revision=revision, timeout=_ANSWER_S)
-        # Of .json files, which have many forms, the Hub's conversion is read.
+        # .json files have many forms, so the Hub's conversion of them is read instead.
         files = [e.rfilename for e in info.siblings or [] if not e.rfilename.endswith(".json")]
         inside = [each for each in files if config is None or config in PurePosixPath(each).parts]
         chosen = _of_split(inside, split, address)
@@ -196,4 +196,5 @@ READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
     ".jsonl": load_jsonl,
     ".json": load_jsonl,
 }
-"""The one table of file formats. Of a split with files in several, the first here is read."""
+"""The table of file formats. If a split has files in several formats, the first format in the table
+is read."""

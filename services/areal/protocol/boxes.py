@@ -41,12 +41,12 @@ class Ended:
     exit_code: int
     """128 plus the signal's number if a signal ended the command."""
     cause: Cause
-    """The limit that ended it (`killed`: its whole box was ended); empty: it ended by itself."""
+    """The limit that ended it (`killed`: its whole box was ended); empty: it ended on its own."""
     seconds: float
     memory: int
     """Peak in bytes, as sampled every 20 ms; 0 for a shorter program."""
     failed: str = ""
-    """Why it did not begin."""
+    """Why the command did not start."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def limits_to_pb(limits: Limits) -> pb.SandboxLimits:
-    """Returns the message."""
+    """Converts limits to their message."""
     return pb.SandboxLimits(**asdict(limits))
 
 
@@ -73,7 +73,7 @@ def limits_from_pb(message: pb.SandboxLimits) -> Limits:
 
 
 def ended_to_pb(ended: Ended) -> pb.CommandEnd:
-    """Returns the message."""
+    """Converts the end of a command to its message."""
     return pb.CommandEnd(
         exit_code=ended.exit_code, cause=ended.cause, seconds=ended.seconds, memory=ended.memory
     )

@@ -23,7 +23,7 @@ class ReturnCause(StrEnum):
     """The cause of a failed attempt; each cause has its own limit of attempts."""
 
     DRAIN = "drain"
-    """The worker is leaving; counts against nothing."""
+    """The worker is leaving; such an attempt does not count toward any limit."""
     WORKFLOW_ERROR = "workflow_error"
     """arun_episode or reward_fn raised."""
     INFRASTRUCTURE = "infrastructure"
@@ -57,9 +57,10 @@ class Lease:
     failed_servers: tuple[str, ...] = ()
     """Servers on which earlier attempts failed."""
     queued_time: float = 0.0
-    """Since when it was queued, seconds since the epoch; 0: unknown."""
+    """Seconds since the epoch at which it was queued; 0: unknown."""
     attempts: int = 0
-    """Those of a session whose agents fell silent: its group is made of those that have ended."""
+    """Attempts of a session whose agents stopped calling: its group consists of the attempts that
+    have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +68,20 @@ class Return:
     """The end of a lease without a group."""
 
     cause: ReturnCause
-    """Decides which limit counts."""
+    """The cause of the failure, which decides which limit counts."""
     detail: str = ""
     """One line for people."""
     traceback: str = ""
-    """Where, for the dead-letter list."""
+    """The stack trace, for the dead-letter list."""
     failed_server: str = ""
     """The inference server that failed, which the next attempt avoids."""
     site: str = ""
-    """Of a workflow error: what all tasks that fail alike share, e.g. "KeyError at recipe.py:41";
-    empty: the detail without the row's values."""
+    """For an error of the workflow, what all tasks that fail in the same way share, e.g. "KeyError
+    at recipe.py:41"; empty: the detail without the row's values."""
     partial: Callable[[], bytes] = bytes
-    """Encodes the journal for the next attempt when its message is made, so that those of many are
-    encoded while the ledger takes the ones before; `bytes` by itself: there is none."""
+    """The journal for the next attempt: a function that encodes it when the request is built, so
+    that many journals are encoded while the ledger takes earlier ones. `bytes` itself means that
+    there is no journal."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class TakenGroup:
     """Tokens of each trajectory."""
     head_version: int
     completed_time: float = 0.0
-    """Since when it was completed, seconds since the epoch; 0: unknown."""
+    """Seconds since the epoch at which it was completed; 0: unknown."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +104,17 @@ class Take:
     groups: tuple[TakenGroup, ...] = ()
     waiting_for: str = ""
     replay: bool = False
-    """These groups were handed out to an earlier incarnation."""
+    """Whether these groups were handed out to an earlier incarnation."""
     queued: int = 0
-    """Train tasks now queued, running, completed: how much the trainer need submit."""
+    """Train tasks now queued, running or completed, from which the trainer derives how many to
+    submit."""
     running: int = 0
     completed: int = 0
     rows_wanted: bool = False
-    """Waiting, with fewer tasks queued than the caller's `refill_below`; for the buffer alone."""
+    """Whether the call was ended early because fewer tasks are queued than the caller's
+    `refill_below`; only for the buffer."""
     first_groups: tuple[bytes, ...] = ()
-    """Packed groups that came along, the first ones; `BufferTrainer` keeps them for later."""
+    """The first packed groups, sent with this answer; `BufferTrainer` keeps them for later."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,10 @@ class Registration:
 
     incarnation: int
     last_taken_step: int
-    """Steps up to this one replay the batches they had."""
+    """Steps up to this one get the same batches as before."""
     last_committed_step: int
     retried: int = 0
-    """Tasks that an error of the recipe had ended, queued again."""
+    """Tasks that were queued again after an error of the recipe had ended them."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class TaskRecord:
     """What the ledger knows of a task."""
 
     task: Task
-    """Only id and purpose once the task's payload has been released."""
+    """The task; only id and purpose once its payload has been released."""
     state: TaskState
     reason: str
     attempts: int
@@ -138,7 +142,7 @@ class TaskRecord:
     submit_time: float
     """Seconds since the epoch."""
     end_time: float | None
-    """Seconds since the epoch; None while the task lives."""
+    """Seconds since the epoch; None while the task has not ended."""
     group: TrajectoryGroup | None
     step: int
     """The train step that took it; 0 if none."""
@@ -158,10 +162,10 @@ class WorkflowFailure:
     """An error that several attempts share."""
 
     site: str
-    """E.g. `KeyError at recipe.py:41`."""
+    """The failing line, e.g. `KeyError at recipe.py:41`."""
     attempts: int
     task_id: str
-    """Of the first one, as are detail and time."""
+    """Id of the first such task; detail and time are from the same task."""
     detail: str
     """One line, with file and line where they are known."""
     time: float
@@ -177,12 +181,12 @@ class Discarded:
 
     task_id: str
     token: int
-    """Of its last lease; 0: it had none."""
+    """Fencing token of its last lease; 0: it had none."""
     outcome: str
-    """rejected, expired, dead_lettered, cancelled; too_stale: it was queued again."""
+    """rejected, expired, dead_lettered, cancelled, or too_stale: then the task was queued again."""
     reason: str
     group: TrajectoryGroup | None = None
-    """None: there was none, or the ledger had no room for it."""
+    """The group; None: there was none, or the ledger had no room for it."""
 
 
 @dataclass(frozen=True)
@@ -204,21 +208,21 @@ class LedgerStats:
     admission_headroom: int = 0
     """Groups that admission would still let start."""
     staleness_mean: float = 0.0
-    """Of taken groups, over the trial."""
+    """Mean staleness of taken groups, over the trial."""
     staleness_max: int = 0
     regenerated: int = 0
     """Groups generated again because they had become too stale."""
     trajectories: int = 0
     generated_tokens: int = 0
     redis_memory_bytes: int = 0
-    """What Redis uses, everybody's data together."""
+    """Memory that Redis uses for all data of all its users."""
     held_bytes: int = 0
     """Bytes of the tasks that this ledger holds, and how many it may hold now."""
     limit_bytes: int = 0
     stopped: str = ""
     """Why the run was stopped; empty: it was not."""
     retried: int = 0
-    """Dead letters that the trainer's registration queued again."""
+    """Dead letters that were queued again when the trainer registered."""
     oldest_queued_time: float | None = None
     """When the oldest queued task was submitted; None: none is queued."""
     failures: tuple[WorkflowFailure, ...] = ()
@@ -234,7 +238,7 @@ _NUMBERS = [
 
 
 def record_from_pb(message: trajectory_pb2.TaskRecord) -> TaskRecord:
-    """Decodes a record."""
+    """Converts a message to a task's record."""
     return TaskRecord(
         task=task_from_pb(message.task),
         state=STATE_FROM_PB[message.state],
@@ -269,7 +273,7 @@ def take_from_pb(message: pb.TakeBatchResponse) -> Take:
 
 
 def take_to_pb(take: Take) -> pb.TakeBatchResponse:
-    """Encodes a take."""
+    """Converts a take to its message."""
     return pb.TakeBatchResponse(
         state=pb.TakeState.Value(f"TAKE_STATE_{take.state.name}"),
         groups=[
@@ -334,7 +338,7 @@ def stats_to_pb(stats: LedgerStats) -> pb.GetStatsResponse:
 
 
 def _unix(stamp: Timestamp) -> float:
-    """Seconds since the epoch; 0: absent."""
+    """Returns seconds since the epoch; 0: absent."""
     return stamp.ToMilliseconds() / 1000
 
 

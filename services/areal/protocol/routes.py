@@ -19,7 +19,8 @@ from areal.v1 import trajectory_pb2 as pb
 
 NAME = "routed_experts"
 MAX_BYTES = 48 * 1024 * 1024
-"""Of a group. One with more is sent without any, so that its tokens still fit."""
+"""Largest size of a group's routes. A group with more is sent without any, so that its tokens still
+fit."""
 _DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16")}
 
 

@@ -14,7 +14,7 @@ class ScoreError(StrEnum):
     FUNCTION = "function"
     """The reward function raised, or returned something that is not a finite number."""
     TIMEOUT = "timeout"
-    """Longer than reward.timeout_s; the worker was ended."""
+    """The call took longer than reward.timeout_s; the worker was ended."""
     CRASH = "crash"
     """The worker died (memory limit, os._exit, a fault in native code)."""
     INVALID = "invalid"

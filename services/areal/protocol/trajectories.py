@@ -33,8 +33,7 @@ from areal.v1 import trajectory_pb2 as pb
 from areal.weights.manifest import MAX_POLICY_VERSION
 
 MAX_GROUP_BYTES = 64 * 1024 * 1024
-"""A finished group larger than this is refused. As it travels, compressed, 90 MiB are the most that
-a message holds."""
+"""A finished group larger than this is refused. Compressed, a message holds at most 90 MiB."""
 _MAGIC = b"\x28\xb5\x2f\xfd"
 # Below, the record around the group weighs more than what would be saved.
 MIN_BYTES = 512

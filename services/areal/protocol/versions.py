@@ -99,7 +99,7 @@ def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
 
 
 def server_to_pb(server: InferenceServer) -> pb.InferenceServer:
-    """Encodes a server."""
+    """Converts a server to its message."""
     message = pb.InferenceServer(
         server_id=server.server_id,
         url=server.url,
@@ -145,7 +145,7 @@ def status_to_pb(status: SyncStatus) -> service_pb.WatchVersionsResponse:
 
 
 def status_from_pb(message: service_pb.WatchVersionsResponse) -> SyncStatus:
-    """Decodes a status."""
+    """Converts a message to a status."""
     return SyncStatus(
         current=version_from_pb(message.current) if message.HasField("current") else None,
         confirmed_servers=message.confirmed_servers,
@@ -160,7 +160,7 @@ def status_from_pb(message: service_pb.WatchVersionsResponse) -> SyncStatus:
 
 
 def offer_to_pb(offer: Offer) -> service_pb.BroadcastOffer:
-    """Encodes an offer."""
+    """Converts an offer to its message."""
     return service_pb.BroadcastOffer(**vars(offer))
 
 

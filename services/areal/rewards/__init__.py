@@ -15,7 +15,8 @@ class BuiltinReward:
     """One reward: where it is, and what it does."""
 
     module: str
-    """Imported when a worker first needs the reward, so one that needs torch burdens no other."""
+    """Imported when a worker first needs the reward, so that a reward that needs torch does not
+    slow others down."""
     function: str
     """A function of the module, or a class, of which each process creates one instance with the
     fixed arguments."""

@@ -71,7 +71,7 @@ def last_tagged(text: str) -> str | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    r"""Position of the closing brace of each group; an escaped ``\{`` opens none."""
+    r"""Returns the position of each group's closing brace; an escaped ``\{`` opens none."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for brace in _BRACE.finditer(text):

@@ -105,7 +105,7 @@ def final_code(completion: str) -> str:
 
 
 def _program() -> str:
-    """What runs in the box: the files of code_tests, as it has no file of this machine."""
+    """Returns the program for the box: the files of code_tests, which the box cannot read."""
     folder = Path(code_tests.__file__).parent
     sources = {
         f"{code_tests.__name__}.{name}": (folder / f"{name}.py").read_text(encoding="utf-8")

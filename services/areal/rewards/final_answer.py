@@ -62,7 +62,7 @@ def final_answer(completion: str) -> str:
 
 
 def _tails(text: str) -> Iterator[str]:
-    """What follows "####" on its line or on the next ones, from the last such mark backwards."""
+    """Yields what follows "####" on its line or on the next ones, from the last mark backwards."""
     for tail in reversed(text.split("####")[1:][-20:]):
         lines = [line.strip() for line in tail.lstrip("#").strip().split("\n") if line.strip()]
         if lines and _HEADING.fullmatch(lines[0].replace("*", "")):
@@ -73,7 +73,7 @@ def _tails(text: str) -> Iterator[str]:
 
 
 def _stated(prose: str) -> str | None:
-    """What the text calls its answer, up to the end of the sentence."""
+    """Returns what the text calls its answer, up to the end of the sentence."""
     found = list(_STATED.finditer(prose))[-20:]
     named = [match for match in found if _ANSWER.match(match[0])]
     for match in reversed(named or found):

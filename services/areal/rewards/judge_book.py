@@ -99,5 +99,5 @@ class JudgeBook:
         return Used(*row) if row else Used()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the database file."""
         self._file.close()

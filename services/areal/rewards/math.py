@@ -105,7 +105,7 @@ def _gold_text(answer: object) -> str:
 
 
 def _unmarked(text: str) -> str:
-    """GSM8K's answers have their working before the mark."""
+    """Returns what follows GSM8K's mark; the working is before it."""
     _, mark, tail = text.rpartition("####")
     return tail if mark else text
 

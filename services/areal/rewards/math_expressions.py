@@ -163,7 +163,7 @@ def _bits(value: Fraction) -> int:
 
 
 def _values(names: list[str], point: int) -> dict[str, Any]:
-    """Values of the variables at one of the points; the second one has negative ones."""
+    """Returns values of the variables at one point; the second point has negative ones."""
     values = {}
     for name in names:
         draw = random.Random(f"{point} {name}")  # noqa: S311 - points, not secrets

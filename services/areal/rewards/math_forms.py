@@ -98,7 +98,7 @@ class Form:
     """The brackets of a tuple, or the signs of a relation."""
     amount: Amount = field(default_factory=lambda: Amount(""))
     value: Decimal | None = None
-    """Of a leaf that is a plain number."""
+    """The value, if the node is a leaf that is a plain number."""
 
 
 def readings(text: str, strict: bool = False) -> list[Form]:
@@ -186,7 +186,7 @@ def _whole(text: str) -> Form | None:
 
 
 def _items(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Parts between separators; one with a plus-minus sign is two."""
+    """Returns the parts between separators; one with a plus-minus sign counts as two."""
     parts = [part for part in _split(text, separator)[0] if part]
     return [signed for part in parts for signed in _both_signs(part)]
 
@@ -482,7 +482,7 @@ def _same_inequality(gold: Form, found: Form) -> bool:
 
 
 def _turned(form: Form) -> Form | None:
-    """3 > x as x < 3."""
+    """Rewrites 3 > x as x < 3."""
     table = {**_REVERSED, ">": "<", "≥": "≤"}
     if not set(form.signs) <= set(table):
         return None
@@ -491,7 +491,7 @@ def _turned(form: Form) -> Form | None:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> tuple[list[str], str]:
-    """Parts of a text at separators outside all brackets, and the separators' signs."""
+    """Splits a text at separators outside all brackets; also returns the separators' signs."""
     marks = sorted(
         [(m.start(), m.end(), "") for m in _BRACKET.finditer(text)]
         + [(m.start(), m.end(), m[0]) for m in separator.finditer(text)]
@@ -526,7 +526,7 @@ def _both_signs(text: str) -> list[str]:
 
 
 def _without_separators(text: str) -> str:
-    """1,000x+1 as 1000x+1; what is in brackets stays."""
+    """Rewrites 1,000x+1 as 1000x+1; text in brackets is not changed."""
     if any(bracket in text for bracket in "([⟨") or "\\{" in text:
         return text
     grouped = r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])"

@@ -140,12 +140,12 @@ def clean(text: str) -> str:
 
 
 def unemphasized(text: str, space: str = "") -> str:
-    """Without the asterisks of Markdown; those of a power, 10**-3, become "^"."""
+    """Removes the asterisks of Markdown; those of a power, 10**-3, become "^"."""
     return _POWER.sub("^", text).replace("**", space)
 
 
 def trimmed(text: str) -> str:
-    """Without punctuation at the end, and asterisks around it."""
+    """Removes punctuation at the end, and asterisks around the text."""
     text = text.strip().strip("*").strip()
     while text and text[-1] in ".,;:" and not text.endswith("\\;"):
         text = text[:-1].rstrip()
@@ -153,7 +153,7 @@ def trimmed(text: str) -> str:
 
 
 def undelimited(text: str) -> str:
-    r"""Without the dollars or brackets that enclose LaTeX: $...$, \(...\), \[...\]."""
+    r"""Removes the dollars or brackets that enclose LaTeX: $...$, \(...\), \[...\]."""
     for _ in range(4):
         for opening, closing in _DELIMITERS:
             inner = text[len(opening) : -len(closing)]

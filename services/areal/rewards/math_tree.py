@@ -201,7 +201,7 @@ class _Reader:
         return factors[0] if len(factors) == 1 else Node("product", parts=tuple(factors))
 
     def _mixed(self, whole: Node) -> Node:
-        """Two and a half written "2 1/2"; two numbers side by side are nothing else."""
+        """Reads "2 1/2" as two and a half; no other two numbers may be side by side."""
         above, slash, below = [*self._tokens[self._at : self._at + 3], "", ""][:3]
         if slash != "/" or not (above + below).isdigit() or whole.kind != "number":
             raise Unreadable("two numbers side by side")
@@ -247,7 +247,7 @@ class _Reader:
         raise TooCostly(f"more than {_MAX_DEPTH} operators in a row")
 
     def _exponent(self) -> Node:
-        """What stands after ^: a group, or one symbol; `2^-x` and `2^3^2` bind to the right."""
+        """Reads what follows ^: a group, or one symbol; `2^-x` and `2^3^2` bind to the right."""
         base = self._primary()
         if self._next() == "^":
             self._take()

@@ -9,7 +9,7 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 NUMBER = r"(?:\d{1,3}(?:(?P<mark>[,' ])\d{3})(?:(?P=mark)\d{3})*(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 _INDIAN = re.compile(r"\d{1,2}(?:,\d{2})+,\d{3}(?:\.\d+)?")
 _DOTTED = re.compile(r"\d{1,3}(?:\.\d{3}){2,}(?:,\d+)?")
-"""1.234.567,89: two dots or more group digits, and do not end the whole part."""
+"""1.234.567,89: two or more dots group the digits, and a comma begins the decimals."""
 _PLAIN = re.compile(rf"(?P<sign>[-+]?) ?(?P<digits>{NUMBER})(?:[eE](?P<power>[-+]?\d{{1,9}}))?")
 _SCIENTIFIC = re.compile(
     r"([-+]?\d+(?:\.\d+)?|[-+]?\.\d+)? ?(?:\\times|\\cdot|\*|x)? ?10 ?(?:\^|\*\*) ?"
@@ -225,7 +225,7 @@ _NO_UNITS = frozenset(
 )
 _COPULAS = frozenset(["is", "are", "was", "line"])
 _CHANGES = frozenset(["per", "times", "more"])
-"""Units after a number ("8 times"), and no names before one ("more than 8")."""
+"""Words that are units after a number ("8 times") and no names before one ("more than 8")."""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _UNIT_TOKEN = re.compile(
     r"\s*(?:(?P<joint>/|\\cdot|\*|-)|(?P<word>§?[A-Za-zµΩ][A-Za-z'µΩ]*)\.?"
@@ -463,7 +463,7 @@ def _unit(text: str, before: str, strict: bool) -> list[str] | None:
 
 
 def _ordered(words: list[str]) -> list[str]:
-    """Square and cubic before a unit become its powers."""
+    """Turns "square" and "cubic" before a unit into its powers."""
     ordered: list[str] = []
     power = ""
     for word in words:

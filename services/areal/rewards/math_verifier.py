@@ -28,7 +28,7 @@ _BEYOND = re.compile(
     r"\\(?:sum|prod|i{0,2}int|oint|lim|[bp]?mod|max|min|gcd|lcm|det|dim|partial|nabla|cap|setminus)"
     r"(?![A-Za-z])|\\Gamma\s*(?:\\left)?\(|\\d?frac\s*\{\s*d\s*\}\s*\{\s*d"
 )
-"""What our own grammar lacks and math-verify has."""
+"""Forms that our own grammar lacks and math-verify reads."""
 _WARM = (r"\int_0^1 x^2 dx", r"\sum_{k=1}^{3} \frac{k}{2}", r"\lim_{x \to 0} \sin(x)+\sqrt{2}")
 
 
@@ -75,7 +75,7 @@ def verified(gold: str, found: str) -> bool:
 
 
 def _verdict(gold: str, found: str) -> bytes:
-    """In the child: the kernel's timer ends it, whatever code runs."""
+    """Runs in the child, which the kernel's timer ends, whatever code runs."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, _CPU_S)
     logging.disable()

@@ -27,7 +27,7 @@ _LEADING = re.compile(
     r"|(?P<whole>[A-Za-z])\s*$)",
     re.IGNORECASE,
 )
-"""A letter with a mark: (B), [b], B), B., B:, B -; or one that is all there is."""
+"""A letter with a mark: (B), [b], B), B., B:, B -; or a letter that is the whole text."""
 _MENTIONED = (
     rf"(?:{_ENCLOSED}"
     r"|(?!I\s+(?!is\b|was\b|because\b|and\b|or\b)[a-z])(?P<capital>[A-Z])(?![\w'])"
@@ -74,7 +74,7 @@ _UNSURE = re.compile(
     r"\s+(?:\w+\s+){0,3}$",
     re.IGNORECASE,
 )
-"""Before a statement: what makes it a question or its opposite."""
+"""Words before a statement that make it a question or negate it."""
 _ALSO = re.compile(
     r"\s*(?:,\s*)?(?:\b(?:or|and|and/or|nor)\b|/|&)\s*(?:(?:option|choice)\s+)?"
     r"[(\[]?[A-Z][)\]]?(?![\w'])|\s*,\s*[(\[]?[A-Z][)\]]?(?=\s*(?:[.,;!]|$|and\b|or\b))",

@@ -26,14 +26,14 @@ from areal.errors import InvalidInput
 from areal.weights.safetensors import file_digest
 
 DIGESTS = "digests.json"
-"""Ends the name of a file in which a rank describes what it has written."""
+"""Suffix of a file in which a rank describes what it has written."""
 _THREADS = 4
 _NAME = re.compile(r"step_(\d+)-inc_(\d+)")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One finished checkpoint."""
+    """One finished checkpoint of a run."""
 
     step: int
     incarnation: int
@@ -126,7 +126,7 @@ class CheckpointFolder:
     def _valid(
         self, path: Path, *, read: Callable[[int], bool] = lambda _: False
     ) -> dict[str, Any] | None:
-        """Its `extra` if every file has its size and, those that `read` chooses, their digest."""
+        """Returns `extra` if every file has its size and, if `read` picks it, its digest."""
         try:
             done = json.loads((path / "done.json").read_text("utf-8"))
             for name, expected in done["files"].items():

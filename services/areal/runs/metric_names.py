@@ -24,7 +24,7 @@ class Metric:
     """"": a number without a unit."""
     meaning: str
     statistics: tuple[str, ...] = ()
-    """What engines, or rows of earlier releases, call it."""
+    """Names under which engines, or rows of earlier releases, have the metric."""
 
 
 def _time(part: str, meaning: str, *statistics: str) -> Metric:
@@ -306,7 +306,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/NAME/failed", "rows", "rows without a result, which the mean leaves out"),
     ),
 }
-"""By section of docs/metrics.md. Only trackers get the last section: metrics.jsonl has steps."""
+"""Metrics by section of docs/metrics.md. Only trackers get the last section: metrics.jsonl has
+steps."""
 
 NAMES: dict[str, str] = {
     statistic: metric.name

@@ -22,7 +22,7 @@ from areal.runs.metric_names import named
 from areal.runs.status import Evaluation
 
 MEASURED_AT = "measured_at_step"
-"""The result that tells of each evaluation, by name, which step's policy it measured."""
+"""The result that says, for each evaluation by name, which step's policy it measured."""
 
 EVALUATIONS = "evaluations"
 """The result that lists every evaluation of the run: name, step, and its figure."""
@@ -152,7 +152,7 @@ class RunFiles:
             file.write(orjson.dumps(row) + b"\n")
 
     def record(self, name: str, value: Any) -> None:
-        """Sets one result."""
+        """Sets one result of the run."""
         self.results[name] = value
         write_atomically(self._results, json.dumps(self.results, indent=2).encode())
 

@@ -45,7 +45,7 @@ class StatusSnapshot:
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     unfinished_s: float = 0.0
-    """Since a step was finished last, or, before that, since the trainer opened."""
+    """Seconds since the last step finished or, before the first, since the trainer opened."""
 
 
 class TrainerStatus:
@@ -85,7 +85,7 @@ class TrainerStatus:
         self._set(pb.TRAINER_STATE_WAITING, what)
 
     def training(self) -> None:
-        """Computes."""
+        """Reports that the trainer computes."""
         self._set(pb.TRAINER_STATE_TRAINING, "")
 
     def saving(self, what: str) -> None:
@@ -124,7 +124,7 @@ class TrainerStatus:
             self._state, self._detail, self._since = state, detail, time.monotonic()
 
     def waits(self) -> Iterator[Wait]:
-        """Returns what the recipe's thread waits for, for the watchdog."""
+        """Yields what the recipe's thread waits for, for the watchdog."""
         with self._lock:
             state, detail, seconds = self._state, self._detail, time.monotonic() - self._since
         if state == pb.TRAINER_STATE_WAITING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 MOST_ROWS = 2_000
-"""About 4 kB each; metrics.jsonl has all of them."""
+"""Most rows that are kept; a row has about 4 kB, and metrics.jsonl has all of them."""
 
 
 def thin(rows: list[dict[str, Any]], most: int = MOST_ROWS) -> None:

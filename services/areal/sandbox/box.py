@@ -49,12 +49,12 @@ class Command:
     def __init__(self, box: Box, number: int, request: Mapping[str, Any]) -> None:
         self.number, self.request = number, request
         self.pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """In the box; 0 if it did not start."""
+        """Process id inside the box; 0 if it did not start."""
         self.ended: Ended | None = None
         self._box = box
         self._listeners: list[asyncio.Queue[Output | Ended]] = []
         self.events = self.listen()
-        """All of them, for the process that started it."""
+        """All events, for the process that started the command."""
 
     def listen(self) -> AsyncIterator[Output | Ended]:
         """Returns what follows from now on: output, then Ended."""
@@ -105,7 +105,7 @@ class Box:
         self._group: Group | None = None
         self._ended_by_kernel = 0
         self.commands: dict[int, Command] = {}
-        """Those that run."""
+        """Commands that are running."""
 
     @property
     def running(self) -> bool:

@@ -1,6 +1,6 @@
 """Control groups of boxes: hard limits, where this process may make groups (cgroup v2, delegated).
 
-A group counts all memory of a box, whoever holds it: shared memory, memfds, /tmp, buffers of pipes
+A group counts all memory of a box, in any process: shared memory, memfds, /tmp, buffers of pipes
 and sockets. Without one, the box's first process counts what it sees (session.py).
 
     user@1000.service/areal.scope      delegated: `systemd-run --user --scope -p Delegate=yes …`
@@ -24,7 +24,7 @@ _MOUNT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _NEEDED = {"memory", "pids"}
 _OURS_MB = 64
-"""For the box's own processes, and tables of pages."""
+"""Memory for the box's own processes and for page tables, in MiB."""
 _OURS_PROCESSES = 8
 _LEAF = "areal"
 _TRIES = 10

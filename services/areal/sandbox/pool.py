@@ -27,7 +27,7 @@ from areal.sandbox.box import Box, Command
 from areal.sandbox.launch import advice
 
 _GRACE_S = 15.0
-"""On top of a program's own seconds, for a machine that is busy; then the whole box is killed."""
+"""Seconds added to a program's own time limit, for a busy machine; then the whole box is killed."""
 
 
 class Sandbox:
@@ -63,7 +63,7 @@ class Sandbox:
         stdin: str = "",
         limits: Limits | None = None,
     ) -> Outcome:
-        """Run Python source, or a command, to its end or to a limit.
+        """Runs Python source, or a command, to its end or to a limit.
 
         Args:
             code: Python source, which runs as `__main__`; set either this or `argv`.
@@ -107,7 +107,7 @@ class Sandbox:
         return outcome
 
     async def close(self) -> None:
-        """End all idle boxes; those in use end with this process."""
+        """Ends all idle boxes; those in use end with this process."""
         while self._idle:
             await self._idle.pop().close()
 

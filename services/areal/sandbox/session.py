@@ -98,7 +98,7 @@ class Session:
         self._selector = selectors.DefaultSelector()
         self._looked = 0.0
         self._left = False
-        """Whether something runs that no program waits for: daemons."""
+        """Whether daemons are running: processes that no program waits for."""
 
     def serve(self) -> None:
         """Serves until told to end; then nothing that it started is left."""
@@ -119,7 +119,7 @@ class Session:
                 return
 
     def _take(self) -> bool:
-        """One request; False: the last."""
+        """Handles one request; returns False after the last one."""
         request = receive(self._requests)
         if request is None or "close" in request:
             return False
@@ -180,7 +180,7 @@ class Session:
             program.stdin = -1
 
     def _pass(self, program: Program, fd: int) -> None:
-        """Something is ready: room in its input, its output, or its end."""
+        """Passes data on: a pipe has room or input, or has ended."""
         if fd == program.stdin:
             self._feed(program)
             return
@@ -304,7 +304,7 @@ class Session:
                 return
 
     def _processes(self) -> list[int]:
-        """Pids of all that this session runs, but this process."""
+        """Returns the pids of all processes of this session except this one."""
         found = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
         if not self._plain:
             return list(found)
@@ -317,7 +317,7 @@ class Session:
 
 
 def stat(pid: int) -> list[str]:
-    """State, parent, process group, session, …; empty if it is gone."""
+    """Returns state, parent, process group, session, …; empty if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rpartition(")")[2].split()
@@ -326,7 +326,7 @@ def stat(pid: int) -> list[str]:
 
 
 def memory(pid: int) -> int:
-    """Bytes of a process that no file of a disk backs: its own, and what it shares."""
+    """Returns the bytes of a process that no file on disk backs: its own, and shared ones."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8") as file:
             lines = [line.split() for line in file if line.startswith(("RssAnon", "RssShmem"))]

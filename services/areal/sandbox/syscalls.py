@@ -86,7 +86,7 @@ def seccomp_program(machine: str = "", *, only_unix_sockets: bool = False) -> by
             namespace of its own. Sockets of families other than these are always refused.
 
     Raises:
-        CannotStart: the numbers of that machine's system calls are not known here.
+        CannotStart: The numbers of that machine's system calls are not known here.
     """
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:

@@ -47,11 +47,11 @@ PLAIN = sys.argv[1] if len(sys.argv) > 1 else ""
 FOLDER = PLAIN or "/tmp"
 READABLE = sys.argv[2:]
 AT_HAND = "ast bisect collections copy functools heapq itertools math random re string"
-"""What short programs import most: imported before the first fork."""
+"""Modules that short programs import most; they are imported before the first fork."""
 
 
 def main() -> None:
-    """Serve requests until the pipe closes."""
+    """Serves requests until the pipe closes."""
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 0)
@@ -168,7 +168,7 @@ def guard(limits: dict[str, Any], program: bytes, requests: int, answers: int) -
 
 
 def init(limits: dict[str, Any], program: bytes, requests: int, answers: int) -> NoReturn:
-    """Pid 1: mounts what programs see, and serves their session."""
+    """Runs as pid 1: mounts the file systems that programs see, and serves their session."""
     try:
         os.setsid()
         if PLAIN:
@@ -259,7 +259,7 @@ def restrict(limits: dict[str, Any], program: bytes) -> None:
 
 
 def execute(code: str, arguments: list[str]) -> int:
-    """Run Python source as __main__ in this process; its exit code."""
+    """Runs Python source as __main__ in this process; returns its exit code."""
     sys.stdin, sys.stdout, sys.stderr = (
         open(0, encoding="utf-8"),
         open(1, "w", encoding="utf-8"),

@@ -193,14 +193,14 @@ class Tokenizer:
         return max(16, *map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Ids to text."""
+        """Converts ids to text."""
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def decode_batch(
         self, batch: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
     ) -> list[str]:
-        """Ids to text, for many."""
+        """Converts each sequence of ids to text."""
         # One by one: the library's own batch call wakes a pool of threads, which costs more.
         return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in batch]
 
@@ -280,7 +280,7 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Ids of a conversation; arguments and errors as `render_chat`."""
+        """Returns the ids of a conversation; arguments and errors are those of `render_chat`."""
         text = self.render_chat(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
         )
@@ -332,7 +332,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def _chat_templates(folder: Path, configured: Any) -> str | dict[str, str] | None:
-    """One template, or several by name: from files if there are any, else from the config."""
+    """Returns one template, or several by name: from files if there are any, or the config."""
     files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     named = {file.stem: file.read_text("utf-8") for file in files}
     if (file := folder / "chat_template.jinja").is_file():

@@ -47,7 +47,7 @@ def refuse_left_out(render: Render, messages: Sequence[Message], tools: Any = No
     ]
     shown = _try(render, probe, offered)
     if shown is None:
-        return  # it reads contents, so that no word can stand for one
+        return  # it reads contents, so no placeholder can replace one
     for index, message in enumerate(plain):
         fields = words.of(index)
         gone = [field for field, word in fields.items() if word not in shown]

@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning; templates read the first or the second."""
-# Of what a template repeats or pads: far more than any text that it is meant for.
+# Most characters that a template may produce by repeating or padding.
 _MOST = 10_000_000
 # A width or precision of eight digits or more, or one that is given as a value.
 _PRINTF = re.compile(r"%[-+ #0]*(?:\d*\.)?(?:\d{8,}|\*)")

@@ -19,8 +19,8 @@ import orjson
 from areal.errors import InvalidInput
 
 MAX_DEPTH = 200
-"""Levels of nesting that `loads` reads: fewer than can be written, for it is written inside of
-records and answers."""
+"""Levels of nesting that `loads` reads: fewer than can be written, because the value is written
+inside records and answers."""
 WRITER_DEPTH = 254
 """Levels of nesting that `dumps` writes."""
 # 19 digits are the shortest number that may not fit; a text of digits only costs the slower parser.
@@ -115,7 +115,7 @@ def json_object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _any_integers(raw: bytes, levels: int) -> Any:
-    """As `orjson.loads` would read it, with the integers as they are."""
+    """Reads JSON like `orjson.loads`, but keeps integers of any size."""
 
     def refused(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
@@ -177,7 +177,7 @@ def _text(value: str) -> str:
 
 
 def _number(value: float) -> str:
-    """As ECMAScript writes it (Number::toString)."""
+    """Writes a number as ECMAScript does (Number::toString)."""
     if isinstance(value, int) and abs(value) <= _EXACT:
         return str(value)
     try:

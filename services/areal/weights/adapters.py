@@ -32,7 +32,7 @@ from areal.weights.manifest import (
 from areal.weights.safetensors import digest_of
 
 PREFIX = "base_model.model."
-"""What peft puts before a module's own name."""
+"""The prefix that peft puts before a module's own name."""
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 

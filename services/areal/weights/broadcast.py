@@ -25,16 +25,17 @@ from areal.weights.publisher import patience_s
 T = TypeVar("T")
 
 JOIN_S = 10.0
-"""The trainer waits so long for every member; then it goes another way. Members wait a little
-longer: the trainer's end tells them, and only a member that is stuck misses its own deadline."""
+"""Seconds that the trainer waits for every member before it uses another transport. Members wait a
+little longer: the end of the trainer's wait tells them, and only a member that is stuck misses its
+own deadline."""
 MEMBER_JOIN_S = 12.0
 MEMBER_ANSWER_S = 15.0
 BUCKET_BYTES = 512 << 20
-"""What the trainer gathers, and what SGLang is told to receive, at once: either allocates that much
-beside its weights."""
+"""Bytes that the trainer gathers, and that SGLang is told to receive, at once: each allocates this
+much in addition to its weights."""
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""torch's names, as SGLang's requests want them."""
+"""Names of torch's dtypes, as SGLang's requests use them."""
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -48,7 +49,7 @@ class Offer:
 
     address: str
     port: int
-    """Of the rendezvous; no one connects when the group is kept."""
+    """Port of the rendezvous; nothing connects to it if the group is kept."""
     backend: str
     """gloo or nccl."""
     group: str = ""
@@ -64,9 +65,9 @@ class Seats:
     """
 
     group: str
-    """The offered one when it is kept, else a new name."""
+    """The offered group if it is kept, otherwise a new name."""
     world_size: int
-    """With the trainer; 0: no one takes part."""
+    """Number of members, including the trainer; 0: no server takes part."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,12 @@ class Seat:
     rank: int
     world_size: int
     tensors: tuple[WeightTensor, ...]
-    """What is broadcast, in this order; the manifest of the stored version may have another."""
+    """Tensors in the order in which they are broadcast; the manifest of the stored version may have
+    another order."""
 
 
 def runs(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Returns the items in order, grouped as long as their sizes add up to at most the limit.
+    """Yields the items in order, grouped as long as their sizes add up to at most the limit.
 
     An item above the limit is a run of its own.
     """

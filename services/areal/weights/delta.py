@@ -56,11 +56,11 @@ Words = NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True)
 class _Entry:
-    """One changed tensor."""
+    """One changed tensor of a delta."""
 
     name: str
     changed: int
-    """Elements."""
+    """Number of changed elements."""
     dense: bool
     frame: bytes
 
@@ -187,7 +187,7 @@ def _words(data: bytes | memoryview, dtype: str) -> Words:
 
 
 def _planes(words: Words) -> bytes:
-    """First bytes of all words, then second bytes, …: alike bytes stand together."""
+    """Reorders bytes (first ones of all words, then second ones, …), so that alike ones adjoin."""
     return np.ascontiguousarray(words.view(np.uint8).reshape(words.size, -1).T).tobytes()
 
 

@@ -52,10 +52,10 @@ class WeightFile:
     """
 
     name: str
-    """Relative to the version's folder; no directories."""
+    """File name relative to the version's folder, without directories."""
     size_bytes: int
     digest: str
-    """xxh3-128, hex; see `tensor_file`."""
+    """xxh3-128, hex; see `areal.weights.safetensors.file_digest`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class DeltaFile:
     base: str
     """Folder name of the version it starts from."""
     base_digest: str
-    """`PolicyVersion.digest` of it."""
+    """`PolicyVersion.digest` of the base."""
     size_bytes: int
     digest: str
     """xxh3-128 of the file, hex."""
@@ -100,11 +100,11 @@ class AdapterInfo:
     """
 
     rank: int
-    """Of B A."""
+    """Rank of the product B A."""
     alpha: int
     """Servers compute with W + alpha / rank * B A."""
     base_digest: str
-    """`PolicyVersion.digest` of version 0, whose weights W are."""
+    """`PolicyVersion.digest` of version 0, which has the weights W."""
     size: float = 0.0
     """The largest |alpha / rank * B|; 0: the adapter changes nothing."""
     before: str = ""
@@ -124,13 +124,13 @@ class PolicyVersion:
     version: int
     """Finished train steps; 0 = initial weights."""
     incarnation: int
-    """Of the trainer that published it; 0 for the configured model."""
+    """Incarnation of the trainer that published it; 0 for the configured model."""
     path: str
     """A Hugging Face model directory that every inference server can read."""
     files: tuple[WeightFile, ...] = ()
     tensors: tuple[WeightTensor, ...] = ()
     delta: DeltaFile | None = None
-    """Beside the files, or instead of those that can be made from it."""
+    """The delta, stored with the files or instead of files that can be made from it."""
     adapter: AdapterInfo | None = None
     """The files hold an adapter, in the form that peft reads; None: whole weights."""
     publish_time: float = field(default=0.0, compare=False)
@@ -334,7 +334,7 @@ def assemble_manifest(
 
 
 def _second_names(folder: Path, tensors: Sequence[WeightTensor]) -> set[str]:
-    """Output heads that are the embedding: some directories list a tied tensor under both names.
+    """Returns the names of output heads that are the embedding: some directories list both names.
 
     Hugging Face's default differs by family, and older configs leave it out: then a head is tied if
     it has the digest of another tensor.

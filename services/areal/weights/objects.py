@@ -311,7 +311,7 @@ def open_remote(
 
 
 def _cause(error: Exception) -> str:
-    """What a person needs of an error that is a page long; no query, which may hold a signature."""
+    """Returns the important part of a long error, without a query, which may hold a signature."""
     text = str(error)
     if named := _NAMED_CAUSE.search(text):
         return ": ".join(part for part in named.groups() if part)

@@ -62,9 +62,9 @@ class NewVersion:
     model: Path
     """Directory that config and tokenizer are copied from."""
     again: Again | None = None
-    """What a broadcast sends instead of the bytes here; None: those."""
+    """What a broadcast sends instead of these bytes; None: these bytes."""
     adapter: AdapterInfo | None = None
-    """The tensors are an adapter's; None: they are whole weights."""
+    """Whether the tensors are an adapter's; None: they are whole weights."""
 
     @property
     def weights_file(self) -> str:
@@ -107,7 +107,7 @@ def patience_s(size_bytes: int) -> float:
 
 
 def companions(model: Path) -> Iterator[Path]:
-    """Returns the configuration and tokenizer files of a model folder."""
+    """Yields the configuration and tokenizer files of a model folder."""
     for pattern in _COMPANIONS:
         for file in sorted(model.glob(pattern)):
             if not file.name.endswith(".index.json") and file.name != "manifest.json":

@@ -47,7 +47,7 @@ class HostTensor:
     data: memoryview
     """Contiguous, row-major."""
     known_digest: str = ""
-    """xxh3-128 of the data, where it was made beside the gathering; empty: not yet."""
+    """xxh3-128 of the data, if it was computed while the data was gathered; empty: not yet."""
 
     @property
     def digest(self) -> str:
@@ -63,7 +63,7 @@ class TensorPlace:
     shape: tuple[int, ...]
     dtype: str
     begin: int
-    """Of its first byte, from the start of the file."""
+    """Position of the first byte in the file."""
     end: int
 
 
@@ -72,9 +72,9 @@ class Layout:
     """A safetensors file without its tensors' bytes."""
 
     header: bytes
-    """With the eight bytes of length before it."""
+    """The header, including the eight bytes of length before it."""
     places: tuple[TensorPlace, ...]
-    """In the order of the file, without holes."""
+    """Places of the tensors in the order of the file, without gaps."""
 
     @property
     def size_bytes(self) -> int:

@@ -18,8 +18,8 @@ from areal.errors import InvalidInput
 from areal.weights.manifest import read_tensors, weight_files
 
 AT_ONCE = 4
-"""What a server computes with at once: the new version's adapter, the one before, one that is being
-unloaded, and none."""
+"""Adapters that a server computes with at once: the new version's, the previous one, one that is
+being unloaded, and none."""
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _LINEAR = re.compile(r"model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+)\.weight")
 _OUTSIDE = ("model.embed_tokens.weight", "lm_head.weight")

@@ -12,7 +12,7 @@ class ServerState(StrEnum):
     """The state of an inference server."""
 
     JOINING = "joining"
-    """Known; not yet at a version that was confirmed."""
+    """The server is known, but not yet at a confirmed version."""
     SYNCING = "syncing"
     """Weights are being updated and requests should go elsewhere."""
     SERVING = "serving"
@@ -53,13 +53,13 @@ class ServerChanges:
     """An answer to "which servers have changed since?"."""
 
     servers: tuple[InferenceServer, ...]
-    """Those that have; with `whole` all."""
+    """Servers that have changed; all of them if `whole` is true."""
     gone: tuple[str, ...] = ()
-    """Ids of servers that are known no longer."""
+    """Ids of servers that are no longer known."""
     whole: bool = True
-    """Servers that are not in `servers` are known no longer."""
+    """Whether servers that are not in `servers` are no longer known."""
     as_of: str = ""
-    """To ask with the next time."""
+    """The value to pass with the next request."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +67,24 @@ class SyncStatus:
     """The state of the current version on all servers."""
 
     current: PolicyVersion | None
-    """None until version 0 is published. From a watch it carries neither files nor tensors:
-    those are in `manifest.json` of its path."""
+    """The current version; None until version 0 is published. From a watch it has neither files nor
+    tensors: those are in `manifest.json` of its path."""
     confirmed_servers: int = 0
-    """SERVING at the current version."""
+    """Number of servers that are SERVING at the current version."""
     servers: int = 0
-    """All that are not draining."""
+    """All servers that are not draining."""
     confirmed_version: int = -1
     """Highest version that at least one server has confirmed in this trial."""
     updates: int = 0
     """Versions published by the trainer, over the trial."""
     update_seconds_mean: float = 0.0
-    """From pause to continue, per update of a server that was serving."""
+    """Mean time from pause to continue, per update of a server that was serving, in seconds."""
     aborted_requests: int = 0
-    """By updates, over the trial."""
+    """Requests that updates aborted, over the trial."""
     draining: int = 0
-    """Take no new traffic and leave when they are empty."""
+    """Servers that take no new traffic and leave when they are empty."""
     unstored: bool = False
-    """The current version is only in servers' memory yet."""
+    """Whether the current version is still only in servers' memory."""
 
     @property
     def current_version(self) -> int:

@@ -50,14 +50,14 @@ class Sidecar(HttpApp):
         ]
 
     def refusal(self, request: web.Request, error: ArealError, status: int) -> web.Response:
-        """As SGLang answers a control request."""
+        """Answers a refusal as SGLang answers a control request."""
         return web.json_response({"success": False, "message": str(error)}, status=status)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"service": "sidecar", "serving": True})
 
     async def _give(self, request: web.Request) -> web.StreamResponse:
-        """As the weight store does; a version is deleted when two newer ones are here."""
+        """Serves a version's files like the weight store, until two newer versions are here."""
         name, file = request.match_info["name"], request.match_info["file"]
         folder = self._folder / name
         try:

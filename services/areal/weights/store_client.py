@@ -30,7 +30,7 @@ DIGEST_HEADER = "Areal-Digest"
 CHUNK_BYTES = 32 << 20
 MAX_CHUNK_BYTES = 256 << 20
 TIMEOUT_S = 60.0
-"""Each wait on the store's socket."""
+"""Deadline of each wait on the store's socket, in seconds."""
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 4096
 _BLOCK_BYTES = 1 << 20
@@ -102,7 +102,7 @@ class StoreConnection:
             raise InvalidInput(f"weight store {self.url}: {name}: {error!r}") from None
 
     def begin(self, name: str, manifest: str) -> None:
-        """Announces an upload."""
+        """Announces an upload to the store."""
         self._body(self._send("POST", f"/versions/{name}", manifest.encode()), _MAX_ERROR_BYTES)
 
     def put(

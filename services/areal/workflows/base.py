@@ -284,7 +284,7 @@ def _routes(turns: Sequence[LLMResponse]) -> npt.NDArray[Any] | None:
 
 
 def _parts(rewards: Sequence[float]) -> dict[str, float]:
-    """Parts of all rewards together."""
+    """Returns the parts of all rewards together."""
     found: dict[str, float] = {}
     for reward in rewards:
         for name, value in getattr(reward, "parts", {}).items():  # of areal.rubric

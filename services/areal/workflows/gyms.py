@@ -198,7 +198,7 @@ SOURCES: dict[str, Source] = {
         "must answer in JSON",
     ),
 }
-"""The one table of these libraries, by the name before the colon."""
+"""The table of these libraries, by the name before the colon."""
 
 
 def _module(name: str, wanted: str) -> ModuleType:

@@ -64,7 +64,7 @@ def _contents(message: Mapping[str, Any]) -> Iterable[str]:
 
 
 def strings(value: Any) -> Iterable[str]:
-    """Returns all strings in a JSON value, keys of objects left out."""
+    """Yields all strings in a JSON value, keys of objects left out."""
     waiting = [value]
     while waiting:
         each = waiting.pop()

@@ -62,7 +62,7 @@ class Connection:
         self._closing = asyncio.Event()
         self._holding: asyncio.Task[None] | None = None
         self.schemas: dict[str, Message] = {}
-        """By the names of the tools: as chat templates show them."""
+        """Schemas by the tools' names, in the form that chat templates read."""
 
     async def open(self) -> None:
         """See `connections`."""

@@ -80,7 +80,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     def _chats(
         self, engine: InferenceEngine, data: dict[str, Any], count: int
     ) -> list[Conversation]:
-        """Equal conversations at their first prompt."""
+        """Returns equal conversations at their first prompt."""
         messages = row_messages(data, self.system_prompt)
         tools = plain_tools(data.get("tools"))
         engine.tokenizer.check_chat(messages, tools)

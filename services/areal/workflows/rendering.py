@@ -26,7 +26,8 @@ from areal.workflows.large_text import texts_shown
 from areal.workflows.tool_text import ToolCall, read_calls
 
 Message = dict[str, Any]
-"""{"role": "user", "content": "…"}, with what the chat template knows besides ("tool_call_id")."""
+"""{"role": "user", "content": "…"}, and other keys that the chat template reads
+("tool_call_id")."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Reply:
     """One sampled answer as a person or a tool reads it."""
 
     text: str
-    """All of it without special tokens; tool calls are still in it."""
+    """The whole text without special tokens; it still contains the tool calls."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Those that are well formed."""
+    """Tool calls that are well formed."""
 
     @property
     def message(self) -> Message:
@@ -157,7 +158,7 @@ class TemplateRenderer:
         if not ids or last is None or not self._tokenizer.is_special(ids[0]):
             return ids
         # An answer that was not cut has its end already. GLM's end is the next turn's first token,
-        # and there another end (<|endoftext|>) does not stand for it.
+        # and there another end (<|endoftext|>) cannot replace it.
         ended_otherwise = bool(close) and last in self._tokenizer.eos_token_ids
         return ids[1:] if ids[0] == last or ended_otherwise else ids
 
@@ -171,14 +172,14 @@ class TemplateRenderer:
         return Reply(text, read_calls(text))
 
     def _refuse_longer(self, messages: Sequence[Message], begun: str) -> None:
-        """Before the template and the tokenizer work on messages that cannot fit."""
+        """Refuses messages that cannot fit before the template and the tokenizer work on them."""
         if (most := self._tokenizer.longest) is not None:
             self._tokenizer.refuse_longer([*texts_shown(messages), begun], most)
 
     def _after_answer(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, begun: str
     ) -> tuple[str, str]:
-        """(How the template ends an answer when nothing follows, all text up to the next answer).
+        """Returns how the template ends an answer, and all text up to the next answer.
 
         A tool's result follows an answer with a call in it, where the template can show that.
         """

@@ -29,7 +29,7 @@ class CallOverdue(TimeoutError):
 
 
 class TooManyHung(WorkflowError):
-    """So many calls hang that no other is started."""
+    """Too many calls hang, so no further call is started."""
 
 
 class BlockingCalls:

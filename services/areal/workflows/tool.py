@@ -108,7 +108,7 @@ class ToolWorkflow(RolloutWorkflow):
     def _chats(
         self, engine: InferenceEngine, data: dict[str, Any], schemas: list[Message], count: int
     ) -> list[Conversation]:
-        """Equal conversations at their first prompt."""
+        """Returns equal conversations at their first prompt."""
         opening = row_messages(data, self.system_prompt)
         engine.tokenizer.check_chat(opening)
         renderer = TemplateRenderer(engine.tokenizer, **self.template)

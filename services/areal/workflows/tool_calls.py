@@ -30,7 +30,7 @@ class ToolCalls:
         self._blocking = BlockingCalls()
 
     def schemas(self, connected: Sequence[Connection]) -> list[Message]:
-        """All tools as chat templates show them.
+        """Returns all tools in the form that chat templates read.
 
         Raises:
             InvalidInput: Two have the same name.

@@ -19,7 +19,7 @@ from typing import Any
 from areal.tokenizer.json_text import loads
 
 MAX_DEPTH = 150
-"""Levels of a call: fewer than a request has, in which clients send it back."""
+"""Levels of nesting in a call: fewer than in a request, in which clients send the call back."""
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
@@ -54,7 +54,7 @@ def without_calls(text: str) -> str:
 
 
 def _calls(text: str) -> Iterator[tuple[int, int, ToolCall]]:
-    """Where each call begins and ends, and the call."""
+    """Yields the begin and the end of each call, and the call."""
     tagged, at = False, 0
     values_until = text.rfind(_VALUE_END)
     while (begin := text.find(_OPEN, at)) >= 0:
@@ -78,7 +78,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _json_call(text: str, start: int) -> tuple[int, ToolCall | None]:
-    """Where to go on, and the call whose object starts there, if it is one."""
+    """Returns where to continue, and the call whose object starts there, if it is one."""
     depth = 0
     for token in _JSON_TOKEN.finditer(text, start):
         mark = token[0]
@@ -98,7 +98,7 @@ def _json_call(text: str, start: int) -> tuple[int, ToolCall | None]:
 
 
 def _glm_call(text: str, start: int, values_until: int) -> tuple[int, ToolCall | None]:
-    """As `_json_call`; no value ends after `values_until`."""
+    """Reads a call like `_json_call`; no value ends after `values_until`."""
     name = _NAME.match(text, start)
     if name is None:
         return start, None
@@ -136,7 +136,7 @@ def _call(source: str) -> ToolCall | None:
 
 
 def _value(text: str) -> Any:
-    """GLM writes strings as they are, and all else as JSON."""
+    """Reads a value; GLM writes strings as they are, and everything else as JSON."""
     try:
         return loads(text, MAX_DEPTH)
     except ValueError:

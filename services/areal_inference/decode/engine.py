@@ -56,8 +56,8 @@ class Engine:
     """Runs a scheduler in its own thread; every method is called on the event loop.
 
     Args:
-        build: makes the scheduler (loads the model); runs in the engine's thread.
-        on_failure: called on the event loop when the thread dies of an exception.
+        build: Makes the scheduler (loads the model); runs in the engine's thread.
+        on_failure: Called on the event loop when the thread dies of an exception.
     """
 
     def __init__(self, build: Callable[[], Scheduler], on_failure: Callable[[Exception], None]):
@@ -75,15 +75,15 @@ class Engine:
         self.last_step_at = time.monotonic()
 
     async def start(self) -> None:
-        """Load the model; raises what the build raised."""
+        """Loads the model; raises what the build raised."""
         self._thread.start()
         await self._started
 
     async def stop(self, timeout: float) -> None:
-        """End the thread after the step it is in.
+        """Ends the thread after the step it is in.
 
         Raises:
-            EngineError: it did not end within `timeout` seconds.
+            EngineError: It did not end within `timeout` seconds.
         """
         with self._condition:
             self._stopping = True
@@ -94,14 +94,14 @@ class Engine:
             raise EngineError(f"engine thread: still in a step {timeout:g} s after stop")
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests; each request's `woken` is set when it finishes (or streams)."""
+        """Queues requests; each request's `woken` is set when it finishes (or streams)."""
         with self._condition:
             self._check_alive()
             self._inbox.extend(requests)
             self._condition.notify()
 
     def tell(self, command: Command) -> None:
-        """Run a command between two decode steps without waiting for it; no effect once stopped."""
+        """Runs a command between two decode steps without waiting for it, if not stopped."""
         with self._condition:
             self._inbox.append(_Call(command))
             self._condition.notify()
@@ -109,17 +109,17 @@ class Engine:
     async def call(
         self, command: Callable[[Scheduler], T], timeout: float, *, exclusive: bool = False
     ) -> T:
-        """Run a command between two decode steps and return its result.
+        """Runs a command between two decode steps and returns its result.
 
         Args:
-            command: called with the scheduler, in the engine's thread.
-            timeout: seconds.
-            exclusive: wait until generation is paused, or everything accepted so far has
+            command: Called with the scheduler, in the engine's thread.
+            timeout: Seconds.
+            exclusive: Wait until generation is paused, or everything accepted so far has
                 finished; newer requests are held back meanwhile.
 
         Raises:
-            TimeoutError: the deadline passed; the message says what was waited for.
-            EngineError: the engine has stopped.
+            TimeoutError: The deadline passed; the message says what was waited for.
+            EngineError: The engine has stopped.
         """
         future: asyncio.Future[Any] = self._loop.create_future()
         with self._condition:
@@ -156,7 +156,7 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Return why the engine no longer works, or None."""
+        """Returns why the engine no longer works, or None."""
         return self._failure
 
     def _check_alive(self) -> None:
@@ -182,7 +182,7 @@ class Engine:
         self._release_all(self.scheduler, self._failure)
 
     def _release_all(self, scheduler: Scheduler, reason: str) -> None:
-        """The thread ends: answer everybody who waits for it."""
+        """Ends the thread: answers all callers that wait for it."""
         with self._condition:
             inbox, self._inbox = self._inbox, []
         for item in [*inbox, *self._exclusive]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 KINDS = ("json_schema", "regex", "structural_tag")
-"""The sampling parameters that constrain."""
+"""The sampling parameters that constrain an answer."""
 
 
 class GrammarError(ValueError):
@@ -29,11 +29,11 @@ class Grammar:
     """What one sequence may continue with. Made on the event loop, used by the engine's thread."""
 
     def __init__(self, matcher: Any, vocab_size: int, stop_ids: Sequence[int]) -> None:
-        """`stop_ids`: the model's, which end an answer that is complete."""
+        """`stop_ids` are the model's; they end a complete answer."""
         self._matcher, self._vocab_size, self._stop_ids = matcher, vocab_size, list(stop_ids)
 
     def copy(self) -> Grammar:
-        """One for another sequence, at the same place."""
+        """Returns a copy for another sequence, at the same place."""
         return Grammar(self._matcher.deep_copy(), self._vocab_size, self._stop_ids)
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -60,12 +60,12 @@ class Grammars:
         """Reads the vocabulary: half a second for one of 150,000.
 
         Args:
-            tokenizer: tokenizer.json.
-            vocab_size: of the model.
-            stop_ids: the tokens that end an answer.
+            tokenizer: Tokenizer.json.
+            vocab_size: Of the model.
+            stop_ids: The tokens that end an answer.
 
         Raises:
-            GrammarError: llguidance is not installed, or cannot read this tokenizer.
+            GrammarError: Llguidance is not installed, or cannot read this tokenizer.
         """
         try:
             import llguidance
@@ -86,11 +86,11 @@ class Grammars:
         """Returns the grammar at its start.
 
         Args:
-            kind: one of KINDS.
-            value: its value.
+            kind: One of KINDS.
+            value: Its value.
 
         Raises:
-            GrammarError: malformed, or it has something that is not supported.
+            GrammarError: Malformed, or it has something that is not supported.
         """
         matcher = self._library.LLMatcher
         try:

@@ -60,7 +60,7 @@ class Request:
     logprob_start: int = -1
     """First prompt position whose logprob is wanted; -1: none."""
     top_logprobs: int = 0
-    """How many of the likeliest ids are wanted in the place of each prompt token after it."""
+    """How many of the likeliest ids are returned for each prompt token after `logprob_start`."""
     stream: bool = False
     """Wake the HTTP side every `stream_interval` tokens, not only at the end."""
     received_at: float = 0.0
@@ -68,19 +68,21 @@ class Request:
     grammar: Grammar | None = None
     """What may be sampled; None: everything."""
     seen: Seen | None = None
-    """The images of the prompt, which `input_ids` has as many tokens for as they have features."""
+    """The images of the prompt; `input_ids` has one token for each of their features."""
     routed_from: int | None = None
-    """First token whose experts are wanted; None: of none."""
+    """First token whose experts are returned; None: no token's."""
 
     adapter: Adapter | None = None
-    """Computed with it to its end, even if it is unloaded meanwhile; None: with the weights."""
+    """The adapter that computes the request to its end, even if it is unloaded meanwhile; None:
+    only the weights."""
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float] | None = None
     """logprob of input_ids[logprob_start + 1 :]."""
     input_top_logprobs: list[list[tuple[float, int]]] | None = None
-    """Of the same positions the `top_logprobs` likeliest ids: (logprob, id), falling."""
+    """For the same positions, the `top_logprobs` likeliest ids as (logprob, id), in descending
+    order."""
     routes: list[npt.NDArray[np.int32]] = field(default_factory=list)
     """The experts of each token but the last, [layers, k], if `routed_from` is set and the model
     has experts."""
@@ -102,7 +104,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens known: prompt and output. The last one is not in the KV cache yet."""
+        """Returns the number of known tokens; the last one is not in the KV cache yet."""
         return len(self.input_ids) + len(self.output_ids)
 
     def prompt_key(self) -> tuple[str | None, str, bytes]:
@@ -113,5 +115,5 @@ class Request:
 
 
 def abort_reason(message: str) -> dict[str, Any]:
-    """Return SGLang's finish_reason of an interrupted request."""
+    """Returns SGLang's finish_reason of an interrupted request."""
     return {"type": "abort", "message": message, "status_code": None, "err_type": None}

@@ -28,31 +28,31 @@ class Cache(Protocol):
         """Positions of a row."""
 
     def reserve(self, rows: int, length: int, budget: int) -> None:
-        """Make room."""
+        """Makes room for rows of a length."""
 
     def share(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the head of one row to others."""
+        """Copies the head of one row to others."""
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy rows to other rows."""
+        """Copies rows to other rows."""
 
     def clear(self, row: int) -> None:
-        """Wipe a row."""
+        """Overwrites a row with zeros."""
 
     def reset(self) -> None:
-        """Release the memory."""
+        """Releases the cache's memory."""
 
 
 class Decoder(Protocol):
     """A model whose weights can be replaced between two calls (`transformer`, `plain`)."""
 
     weights: Any
-    """A `WeightSet` of its own kind."""
+    """A `WeightSet` of the runner's own kind."""
     adapters: Sequence[Adapter | None]
-    """Of the sequences of the next call, in its order; empty: none has any."""
+    """Adapters of the sequences of the next call, in its order; empty: no sequence has one."""
 
     def adapt(self, pairs: Pairs) -> Any:
-        """Return an adapter's parts as it computes with them; raises InvalidInput."""
+        """Returns an adapter's parts as it computes with them; raises InvalidInput."""
 
     def prefill(
         self,
@@ -72,18 +72,18 @@ class Decoder(Protocol):
         """See `transformer.Model.logits`."""
 
     def routes(self, cache: Any, row: int) -> Sequence[npt.NDArray[np.int32]]:
-        """Return the experts of each token that a row has, [layers, k]; empty: there are none."""
+        """Returns the experts of each token that a row has, [layers, k]; empty: there are none."""
 
 
 class ModelRunner:
     """`scheduler.Runner` on a real model.
 
     Args:
-        model: the decoder.
-        cache: its KV cache.
-        max_total_tokens: most rows x row length the cache may grow to.
-        max_prefill_tokens: most tokens (padding included) of one prefill call.
-        seed: seed of the sampler; None: from the operating system.
+        model: The decoder.
+        cache: Its KV cache.
+        max_total_tokens: Most rows x row length the cache may grow to.
+        max_prefill_tokens: Most tokens (padding included) of one prefill call.
+        seed: Seed of the sampler; None: from the operating system.
     """
 
     def __init__(
@@ -127,19 +127,19 @@ class ModelRunner:
         self.cache.clear(row)
 
     def load(self, weights: Any) -> None:
-        """Use other weights from the next call on."""
+        """Uses other weights from the next call on."""
         self.model.weights = weights
 
     def unload(self) -> None:
-        """Release the memory of the weights, which nothing reads until `load`."""
+        """Releases the memory of the weights, which nothing reads until `load`."""
         self.load(self.model.weights.emptied())
 
     def reset(self) -> None:
-        """Release the cache's memory."""
+        """Releases the cache's memory."""
         self.cache.reset()
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Fill each request's row from its prompt and output so far, without the last token."""
+        """Fills each request's row from its prompt and output so far, without the last token."""
         for group in _similar_lengths(requests, self._max_prefill_tokens):
             sequences = [(r.input_ids + r.output_ids)[:-1] for r in group]
             hidden = None
@@ -154,7 +154,7 @@ class ModelRunner:
                     self._read_prompt(request, row)
 
     def _read_prompt(self, request: Request, hidden: torch.Tensor | None) -> None:
-        """Raw logprobs of the prompt's tokens after logprob_start, a slice of logits at a time."""
+        """Computes logprobs of the prompt after logprob_start, a slice of logits at a time."""
         targets = torch.tensor(request.input_ids[request.logprob_start + 1 :], dtype=torch.int64)
         found: list[float] = []
         top: list[list[tuple[float, int]]] = []
@@ -176,7 +176,7 @@ class ModelRunner:
     def decode(
         self, requests: Sequence[Request], *, changed: bool
     ) -> tuple[list[int], list[float]]:
-        """Return each request's next token and its logprob (request i is in row i)."""
+        """Returns each request's next token and its logprob (request i is in row i)."""
         if changed:
             self._sampling = SamplingBatch([r.params for r in requests])
         last = [r.output_ids[-1] if r.output_ids else r.input_ids[-1] for r in requests]

@@ -48,7 +48,7 @@ class SamplingBatch:
 
 
 def seeded_uniform(seed: int, index: int) -> float:
-    """Return a uniform number in [0, 1) for a seeded request's index-th token (splitmix64)."""
+    """Returns a uniform number in [0, 1) for a seeded request's index-th token (splitmix64)."""
     z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & _MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -58,16 +58,16 @@ def seeded_uniform(seed: int, index: int) -> float:
 def sample(
     logits: Tensor, batch: SamplingBatch, generated: Sequence[int], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token per row.
+    """Draws a token per row.
 
     Args:
         logits: [rows, vocab] float32; overwritten.
-        batch: settings of the same rows.
-        generated: tokens generated so far, per row.
-        generator: source of randomness for rows without a seed.
+        batch: Settings of the same rows.
+        generated: Tokens generated so far, per row.
+        generator: Source of randomness for rows without a seed.
 
     Returns:
-        tokens [rows] int64 and logprobs [rows] float32.
+        Tokens [rows] int64 and logprobs [rows] float32.
     """
     for row, minimum, stop_ids in batch.min_new_tokens:
         if generated[row] < minimum:

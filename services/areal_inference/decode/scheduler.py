@@ -16,7 +16,7 @@
 One thread calls everything here; nothing blocks. Running request i occupies row i of the KV cache:
 when one finishes, the last one moves into its row, so that a decode step works on a plain slice.
 The last token of a sequence is never in the cache yet: a prompt of n tokens prefills n - 1, and
-its first output comes out of the same decode step as everybody else's next one.
+its first output comes out of the same decode step as the next output of the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from areal_inference.decode.request import Request, abort_reason
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 _ADMISSION_HEADROOM = 32
-"""Tokens of growth that must fit before a request is admitted; avoids retracting it at once."""
+"""Free tokens that the cache needs before a request is admitted; without them it might have to be
+retracted at once."""
 
 
 class Runner(Protocol):
@@ -41,33 +42,33 @@ class Runner(Protocol):
         """Whether the cache may hold this many rows of this length."""
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for that many rows of that length, and keep the content."""
+        """Makes room for that many rows of that length, and keeps the content."""
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Fill each request's row from all its tokens but the last; set its input_logprobs."""
+        """Fills each request's row from all its tokens but the last; sets its input_logprobs."""
 
     def share(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the head of one row to others."""
+        """Copies the head of one row to others."""
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the heads of rows to other rows."""
+        """Copies the heads of rows to other rows."""
 
     def clear(self, row: int) -> None:
-        """Wipe a row that may hold non-finite values."""
+        """Wipes a row that may hold non-finite values."""
 
     def decode(
         self, requests: Sequence[Request], *, changed: bool
     ) -> tuple[list[int], list[float]]:
-        """Return each request's next token and logprob; changed: other requests than last time."""
+        """Returns each request's next token and logprob; changed: other requests than last time."""
 
     def load(self, weights: Any) -> None:
-        """Use other weights from the next call on."""
+        """Uses other weights from the next call on."""
 
     def unload(self) -> None:
-        """Release the weights' memory; `load` gives others."""
+        """Releases the weights' memory; `load` gives others."""
 
     def reset(self) -> None:
-        """Release the cache's memory."""
+        """Releases the cache's memory."""
 
 
 @dataclass(slots=True)
@@ -125,13 +126,13 @@ class Scheduler:
     # --- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request (during a pause it waits; behind a pending update it is held)."""
+        """Queues a request (during a pause it waits; behind a pending update it is held)."""
         self.stats.requests += 1
         self.stats.prompt_tokens += len(request.input_ids)
         (self.waiting if self._gate_open else self.held).append(request)
 
     def abort(self, rids: set[str] | None, message: str) -> int:
-        """Finish these requests (None: all) with the tokens they have; returns how many."""
+        """Finishes these requests (None: all) with the tokens they have; returns how many."""
         hit = [r for r in self._unfinished() if rids is None or r.rid in rids]
         for request in hit:
             self._finish(request, abort_reason(message))
@@ -142,14 +143,14 @@ class Scheduler:
         return len(hit)
 
     def take_news(self) -> list[Request]:
-        """Requests that finished, or got a token while streaming, since the last call."""
+        """Returns requests that finished, or got a token while streaming, since the last call."""
         news, self._news = self._news, []
         return news
 
     # --- pause and weights ----------------------------------------------------------------------
 
     def pause(self, mode: str) -> None:
-        """Stop decoding. abort: finish all; retract: requeue all without cache; in_place: keep."""
+        """Stops decoding. abort: finish all; retract: requeue all without cache; in_place: keep."""
         if mode == "abort":
             self.abort(None, "Aborted")
         elif mode == "retract":
@@ -160,7 +161,7 @@ class Scheduler:
         self.pause_mode = mode
 
     def resume(self) -> None:
-        """Continue decoding; no effect when not paused."""
+        """Continues decoding; no effect when not paused."""
         if self.pause_mode is not None:
             self.stats.pause_seconds += self._clock() - self._paused_at
         self.pause_mode = None
@@ -171,7 +172,7 @@ class Scheduler:
         return bool(self.released) or self.unloaded
 
     def release(self, tags: frozenset[str]) -> bool:
-        """Give up memory: `kv_cache`, `weights`. False when requests still need the cache.
+        """Gives up memory: `kv_cache`, `weights`. False when requests still need the cache.
 
         Requests wait until the memory is back and the weights are loaded.
         """
@@ -187,7 +188,7 @@ class Scheduler:
         return True
 
     def regain(self, tags: frozenset[str]) -> None:
-        """Take memory back; weights that were released have to be loaded before decoding."""
+        """Takes memory back; weights that were released have to be loaded before decoding."""
         self.released -= tags
 
     @property
@@ -197,22 +198,22 @@ class Scheduler:
         return held or not (self.running or self.waiting)
 
     def close_gate(self) -> None:
-        """Hold new requests back until `open_gate`, so that an update is not starved."""
+        """Holds new requests back until `open_gate`, so that an update is not starved."""
         self._gate_open = False
 
     def open_gate(self) -> None:
-        """Queue the requests that were held back."""
+        """Queues the requests that were held back."""
         self._gate_open = True
         self.waiting.extend(self.held)
         self.held.clear()
 
     def set_weights(self, weights: Any, version: str | None, seconds: float = 0.0) -> None:
-        """Use new weights from the next step on.
+        """Uses new weights from the next step on.
 
         Args:
-            weights: weights for the runner to load.
-            version: its name; None keeps the name.
-            seconds: time that reading them took, for the metrics.
+            weights: Weights for the runner to load.
+            version: Its name; None keeps the name.
+            seconds: Time that reading them took, for the metrics.
         """
         self.runner.load(weights)
         self.unloaded = False
@@ -223,7 +224,7 @@ class Scheduler:
             self.weight_version = version
 
     def flush(self) -> bool:
-        """Release the cache; False when running requests still need it."""
+        """Releases the cache; False when running requests still need it."""
         if self.running:
             return False
         self.runner.reset()
@@ -240,17 +241,17 @@ class Scheduler:
 
     @property
     def throughput(self) -> float:
-        """Return generated tokens per second over the last second of work; 0 when idle."""
+        """Returns generated tokens per second over the last second of work; 0 when idle."""
         return self._throughput if self.running else 0.0
 
     @property
     def pause_seconds(self) -> float:
-        """Return the time spent paused, the current pause included."""
+        """Returns the time spent paused, the current pause included."""
         current = self._clock() - self._paused_at if self.pause_mode is not None else 0.0
         return self.stats.pause_seconds + current
 
     def step(self) -> None:
-        """Admit what fits, then advance every running request by one token."""
+        """Admits what fits, then advances every running request by one token."""
         if not self.can_step:
             return
         began = self._clock()
@@ -266,7 +267,7 @@ class Scheduler:
             self._window = (now, self.stats.generation_tokens)
 
     def _admit(self) -> None:
-        """Move requests from waiting to running and fill their rows."""
+        """Moves requests from waiting to running and fills their rows."""
         longest = max((r.length for r in self.running), default=0)
         budget = self.max_prefill_tokens
         fresh: list[Request] = []
@@ -306,7 +307,7 @@ class Scheduler:
             self.runner.share(row, [r.row for r in requests], len(requests[0].input_ids) - 1)
 
     def _make_room(self) -> None:
-        """Grow the cache for one more token each; requeue the last rows if it may not grow."""
+        """Grows the cache for one more token each; requeues the last rows if it may not grow."""
         longest = max(r.length for r in self.running)
         while len(self.running) > 1 and not self.runner.fits(len(self.running), longest):
             self._retract(self.running[-1])
@@ -354,7 +355,7 @@ class Scheduler:
         self._news.append(request)
 
     def _retract(self, request: Request) -> None:
-        """Requeue a running request first in line; its tokens stay, its cache goes."""
+        """Requeues a running request first in line; its tokens stay, its cache goes."""
         request.num_retractions += 1
         self.stats.retracted += 1
         self.waiting.appendleft(request)
@@ -364,7 +365,7 @@ class Scheduler:
         self._drop(lambda r: r.finish is not None)
 
     def _drop(self, leaves: Callable[[Request], bool]) -> None:
-        """Take requests off the batch, moving the last rows into the gaps."""
+        """Takes requests off the batch, moving the last rows into the gaps."""
         gone = [r for r in self.running if leaves(r)]
         if not gone:
             return

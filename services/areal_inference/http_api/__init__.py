@@ -1,1 +1,1 @@
-"""SGLang's HTTP endpoints."""
+"""SGLang's HTTP endpoints of the CPU engine."""

@@ -24,7 +24,7 @@ _UNLOAD = {**COMMON, "lora_name": str, "lora_id": str}
 
 
 def adapter_routes(frontend: Frontend, headers: Mapping[str, str]) -> list[StarletteRoute]:
-    """Return the endpoints; `headers` are those that a weight store requires."""
+    """Returns the endpoints; `headers` are those that a weight store requires."""
     adapters = _Adapters(frontend, headers)
     routes: list[tuple[str, Route, str]] = [
         ("/load_lora_adapter", adapters.load, "POST"),
@@ -42,7 +42,7 @@ class _Adapters:
         self._loading = asyncio.Lock()
 
     async def load(self, http: HttpRequest) -> Response:
-        """Load an adapter from `lora_path`, a folder or a version in a store, as `lora_name`."""
+        """Loads an adapter from `lora_path`, a folder or a version in a store, as `lora_name`."""
         body = await read_object(http, _LOAD)
         name, path = body.get("lora_name", ""), body.get("lora_path", "")
         if not name or not path:
@@ -75,7 +75,7 @@ class _Adapters:
         frontend.adapters[name] = Adapter(name, path, parts)
 
     async def unload(self, http: HttpRequest) -> Response:
-        """Forget an adapter; requests that run with it keep it."""
+        """Forgets an adapter; requests that run with it keep it."""
         body = await read_object(http, _UNLOAD)
         name = body.get("lora_name", "")
         self._frontend.check_ready()

@@ -20,7 +20,7 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 def build_app(frontend: Frontend, security: Security) -> Starlette:
-    """Build a server's HTTP application; /generate comes first, since routes are tried in order."""
+    """Build a server's HTTP application; /generate is first: routes are tried in order."""
     routes = [StarletteRoute("/generate", generate_route(frontend), methods=["POST"])]
     app = Starlette(
         routes=[

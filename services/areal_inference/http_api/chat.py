@@ -34,7 +34,7 @@ from areal_inference.http_api.generation import abort_unfinished, updates
 from areal_inference.http_api.requests import guarded, read_body
 
 _LIVE_TOKENS = 4
-"""Tokens between two events of a stream."""
+"""Number of tokens between two events of a stream."""
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
 
@@ -56,7 +56,7 @@ class _Chat:
         return Tokenizer.load(Path(self._frontend.config.model_path))
 
     async def serve(self, http: HttpRequest) -> Response:
-        """One request, in a session of its own: conversations are kept by those who have them."""
+        """Serves one request in a session of its own; the client keeps the conversation."""
         content = await read_body(http)
 
         async def session(_: str) -> Session:
@@ -118,7 +118,7 @@ class _Chat:
 
 
 def _sampling(body: Mapping[str, Any], room: int) -> GenerationHyperparameters:
-    """What the caller asks for: here, other than in training, that is what counts."""
+    """Returns the sampling parameters of the request: here, unlike in training, they count."""
     temperature, top_p = number(body, "temperature"), number(body, "top_p")
     return GenerationHyperparameters(
         max_new_tokens=room,

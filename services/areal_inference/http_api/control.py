@@ -66,7 +66,7 @@ _CHECKER = {
 
 
 def control_routes(frontend: Frontend, headers: Mapping[str, str]) -> list[StarletteRoute]:
-    """Return all control endpoints; `headers` are those that a weight store requires."""
+    """Returns all control endpoints; `headers` are those that a weight store requires."""
     control = _Control(frontend, headers)
     groups = GroupRoutes(control.groups, frontend, control.adopt)
     giving = Giving(control.sets)
@@ -98,7 +98,7 @@ class Staged:
     """Weights read ahead of their use."""
 
     stamp: tuple[Any, ...]
-    """What the folder was when it was read; see `folder_stamp`."""
+    """The state of the folder when it was read; see `folder_stamp`."""
     weights: WeightSet
 
 
@@ -124,7 +124,7 @@ class _Control:
         self.groups = Groups(frontend.model)
 
     def sets(self) -> Iterator[WeightSet]:
-        """All weights in memory, that which serves first."""
+        """Returns all sets of weights in memory, beginning with the one that serves."""
         if not self._frontend.scheduler.unloaded:
             yield self._frontend.runner.model.weights
         if self._staged is not None:
@@ -133,7 +133,7 @@ class _Control:
             yield self._spare
 
     async def pause(self, http: HttpRequest) -> Response:
-        """Stop decoding: abort (default), retract or in_place."""
+        """Stops decoding: abort (default), retract or in_place."""
         body = await read_object(http, _PAUSE)
         mode = body.get("mode", "abort")
         if mode not in PAUSE_MODES:
@@ -143,7 +143,7 @@ class _Control:
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, http: HttpRequest) -> Response:
-        """Continue decoding."""
+        """Continues decoding after a pause."""
         await read_object(http, _CONTINUE)
         self._frontend.check_ready()
 
@@ -160,7 +160,7 @@ class _Control:
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def release(self, http: HttpRequest) -> Response:
-        """Give memory up (`tags`: kv_cache, weights, cuda_graph; all without): requests wait.
+        """Gives memory up (`tags`: kv_cache, weights, cuda_graph; all without): requests wait.
 
         SGLang ends itself if requests are running; this engine refuses, and changes nothing.
         """
@@ -182,14 +182,14 @@ class _Control:
         return json_response(None)
 
     async def regain(self, http: HttpRequest) -> Response:
-        """Take memory back. As SGLang's, released weights hold nothing until they are loaded."""
+        """Takes memory back. As SGLang's, released weights hold nothing until they are loaded."""
         tags = await _tags(http)
         self._frontend.check_ready()
         await self._frontend.engine.call(lambda s: s.regain(tags), self._timeout)
         return json_response(None)
 
     async def abort(self, http: HttpRequest) -> Response:
-        """Finish one request, or all, with their partial output; unknown ids are no error."""
+        """Finishes one request, or all, with their partial output; unknown ids are no error."""
         body = await read_object(http, _ABORT)
         self._frontend.check_ready()
         if body.get("abort_all", False):
@@ -199,7 +199,7 @@ class _Control:
         return Response(status_code=200)
 
     async def flush(self, http: HttpRequest) -> Response:
-        """Give the cache back; with ?timeout=s wait that long for running requests."""
+        """Gives the cache back; with ?timeout=s waits that long for running requests."""
         try:
             timeout = float(http.query_params.get("timeout", "0"))
         except ValueError:
@@ -282,7 +282,7 @@ class _Control:
         return staged
 
     async def update_from_disk(self, http: HttpRequest) -> Response:
-        """Load a checkpoint folder; all of it is checked before anything changes."""
+        """Loads a checkpoint folder; all of it is checked before anything changes."""
         body = await read_object(http, _UPDATE)
         if "model_path" not in body:
             raise SchemaError("model_path: missing, expected a folder with safetensors")
@@ -340,7 +340,7 @@ class _Control:
         return count
 
     async def update_version(self, http: HttpRequest) -> Response:
-        """Rename the current weights' version; aborts everything unless told not to."""
+        """Renames the current weights' version; aborts everything unless told not to."""
         body = await read_object(http, _VERSION)
         if "new_version" not in body:
             raise SchemaError("new_version: missing, expected a string")
@@ -394,7 +394,7 @@ def _check_awake(scheduler: Scheduler) -> None:
 
 
 def _checksums(checksums: dict[str, str], **more: str) -> Response:
-    """SGLang's answer to /weights_checker: one per tensor, and one over all of them."""
+    """Returns SGLang's answer to /weights_checker: one checksum per tensor, and one over all."""
     total = xxhash.xxh3_128()
     for name in sorted(checksums):
         total.update(f"{name} {checksums[name]}\n".encode())

@@ -124,7 +124,7 @@ async def updates(requests: list[Request]) -> AsyncIterator[tuple[int, Request]]
 
 
 def _note(frontend: Frontend, call: GenerateCall) -> None:
-    """What the span of the request says of its first sequence; mostly it is the only one."""
+    """Adds the request's first sequence, usually the only one, to its span."""
     if not tracing.recording():
         return
     request = call.requests[0]

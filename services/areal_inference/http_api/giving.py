@@ -37,7 +37,7 @@ class Giving:
         self._sets = sets
 
     async def get(self, http: HttpRequest) -> Response:
-        """Return a file, or part of a file, of a version that this server holds."""
+        """Returns a file, or part of a file, of a version that this server holds."""
         name, file = http.path_params["name"], http.path_params["file"]
         for weights in self._sets():
             published = weights.published
@@ -64,7 +64,7 @@ class Giving:
 
 
 def _read(weights: WeightSet, layout: Layout, begin: int, end: int) -> bytes:
-    """Bytes of a file that was never written."""
+    """Reads bytes of a file that was never written."""
     parts = [layout.header[begin:end]]
     for place in layout.places:
         if place.begin < end and begin < place.end:

@@ -18,12 +18,12 @@ from areal_inference.decode.request import Request, SamplingParams
 from areal_inference.frontend import Frontend
 from areal_inference.http_api.requests import engine_error, guarded, json_response
 
-VERSION = "areal-inference-0.2.0"
+VERSION = "areal-inference-0.3.0"
 _HEALTH_GENERATE_S = 20.0
 
 
 def info_routes(frontend: Frontend) -> list[StarletteRoute]:
-    """Return all read-only endpoints of a frontend."""
+    """Returns all read-only endpoints of a frontend."""
     info = _Info(frontend)
     return [
         StarletteRoute(path, guarded(handler), methods=["GET"])
@@ -47,12 +47,12 @@ class _Info:
         self._frontend = frontend
 
     async def health(self, _: HttpRequest) -> Response:
-        """200 while the engine works (also during a pause); generates nothing, unlike SGLang's."""
+        """Answers 200 while the engine works, also in a pause; generates nothing, unlike SGLang."""
         self._frontend.check_health()
         return Response(status_code=200)
 
     async def ready(self, _: HttpRequest) -> Response:
-        """200 if healthy, not paused, and with its memory."""
+        """Answers 200 if healthy, not paused, and with its memory."""
         self._frontend.check_health()
         if self._frontend.scheduler.asleep:
             raise Unavailable("memory is released")
@@ -61,7 +61,7 @@ class _Info:
         return Response(status_code=200)
 
     async def health_generate(self, _: HttpRequest) -> Response:
-        """Generate one token; 503 after 20 s (also during a pause, as SGLang's)."""
+        """Generates one token; 503 after 20 s (also during a pause, as SGLang's)."""
         self._frontend.check_health()
         probe = Request(
             rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
@@ -83,7 +83,7 @@ class _Info:
         return Response(status_code=200)
 
     async def model_info(self, _: HttpRequest) -> Response:
-        """What is served, and its weight version."""
+        """Returns the served model and its weight version."""
         frontend = self._frontend
         tokenizer = frontend.config.model_path if frontend.tokenizer is not None else None
         return json_response(
@@ -132,7 +132,7 @@ class _Info:
         )
 
     async def loads(self, _: HttpRequest) -> Response:
-        """Queue lengths and cache use."""
+        """Returns queue lengths and cache use."""
         frontend = self._frontend
         scheduler = frontend.scheduler
         running = list(scheduler.running)
@@ -160,7 +160,7 @@ class _Info:
         return json_response(self._frontend.metrics.waits.as_json("inference"))
 
     async def metrics(self, _: HttpRequest) -> Response:
-        """Prometheus text."""
+        """Returns the metrics in Prometheus's text format."""
         frontend = self._frontend
         text = frontend.metrics.render(frontend.scheduler, frontend.max_total_tokens)
         return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -26,12 +26,12 @@ class BodyTooLarge(Exception):
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """Return a JSON answer; NaN becomes null."""
+    """Returns a JSON answer; NaN becomes null."""
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 def schema_error(message: str) -> Response:
-    """Return SGLang's answer to a malformed body: 400, never 422."""
+    """Returns SGLang's answer to a malformed body: 400, never 422."""
     return json_response(
         {
             "object": "error",
@@ -45,12 +45,12 @@ def schema_error(message: str) -> Response:
 
 
 def engine_error(message: str, status: int = 400) -> Response:
-    """Return SGLang's answer when the engine refuses."""
+    """Returns SGLang's answer when the engine refuses."""
     return json_response({"error": {"message": message}}, status)
 
 
 def guarded(route: Route) -> Route:
-    """Turn the package's errors into answers."""
+    """Turns the package's errors into answers."""
 
     @wraps(route)
     async def answer(request: HttpRequest) -> Response:
@@ -69,7 +69,7 @@ def guarded(route: Route) -> Route:
 
 
 async def read_body(request: HttpRequest) -> bytes:
-    """Read the whole body; raises BodyTooLarge above MAX_BODY_BYTES."""
+    """Reads the whole body; raises BodyTooLarge above MAX_BODY_BYTES."""
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -81,7 +81,7 @@ async def read_body(request: HttpRequest) -> bytes:
 
 
 async def read_json(request: HttpRequest) -> Any:
-    """Return the decoded body; an empty body is {}.
+    """Returns the decoded body; an empty body is {}.
 
     Raises:
         SchemaError: not JSON.
@@ -100,7 +100,7 @@ async def read_json(request: HttpRequest) -> Any:
 
 
 async def read_object(request: HttpRequest, allowed: dict[str, type]) -> dict[str, Any]:
-    """Return the body as an object with known, correctly typed fields; nulls are dropped."""
+    """Returns the body as an object with known, correctly typed fields; nulls are dropped."""
     body = await read_json(request)
     if not isinstance(body, dict):
         raise SchemaError("body: expected a JSON object")

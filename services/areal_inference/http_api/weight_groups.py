@@ -91,7 +91,7 @@ class MemorySource:
         return one_by_one(self, names)
 
     def close(self) -> None:
-        """Forgets them."""
+        """Closes the group and forgets the received tensors."""
         self._data.clear()
 
 
@@ -109,7 +109,7 @@ class Groups:
         self._numbers = itertools.count(1)
 
     def location(self) -> str:
-        """Return a unique name for what was received last, which no folder has."""
+        """Returns a unique name for what was received last, which no folder has."""
         return f"broadcast:{next(self._numbers)}"
 
     async def join(self, body: dict[str, Any]) -> None:
@@ -270,7 +270,7 @@ class GroupRoutes:
         self._collected: dict[str, Any] = {}  # the last request between them
 
     async def join_group(self, http: HttpRequest) -> Response:
-        """Join a trainer's process group; returns once all members are there."""
+        """Joins a trainer's process group; returns once all members are there."""
         body = await read_object(http, _INIT_GROUP)
         self._frontend.check_ready()
         try:
@@ -280,7 +280,7 @@ class GroupRoutes:
         return done("Succeeded to initialize custom process group.")
 
     async def leave_group(self, http: HttpRequest) -> Response:
-        """Drop the group and its connections."""
+        """Drops the group and its connections."""
         body = await read_object(http, _GROUP)
         try:
             self._groups.leave(body)
@@ -298,7 +298,7 @@ class GroupRoutes:
         return done("Weight update begun.")
 
     async def receive(self, http: HttpRequest) -> Response:
-        """Receive some tensors; requests continue with the current weights."""
+        """Receives some tensors; requests continue with the current weights."""
         body = await read_object(http, RECEIVE)
         self._frontend.check_ready()
         source = self._arriving
@@ -315,7 +315,7 @@ class GroupRoutes:
         return done(message)
 
     async def end_update(self, http: HttpRequest) -> Response:
-        """Serve with the received weights: all of them, or nothing changes."""
+        """Serves with the received weights: all of them, or nothing changes."""
         await read_object(http, COMMON)
         source, self._arriving = self._arriving, None
         if source is None:
@@ -330,5 +330,5 @@ class GroupRoutes:
 
 
 def done(message: str, *, success: bool = True) -> Response:
-    """Return SGLang's answer to calls about weights."""
+    """Returns SGLang's answer to calls about weights."""
     return json_response({"success": success, "message": message}, 200 if success else 400)

@@ -37,38 +37,38 @@ class Pair:
     up: Tensor  # [rank, out]
 
     def of(self, inputs: Tensor) -> Tensor:
-        """Return what it adds, [rows, out], for inputs [rows, in]."""
+        """Returns what it adds, [rows, out], for inputs [rows, in]."""
         return (inputs @ self.down) @ self.up
 
 
 Pairs = Mapping[str, Pair]
-"""By module, as the checkpoint names it."""
+"""Pairs of matrices by module, with the checkpoint's names."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Adapter:
-    """One that was loaded."""
+    """An adapter that has been loaded."""
 
     name: str
     path: str
     parts: Any
-    """As the decoder wants it."""
+    """The adapter's matrices, in the form that the decoder takes."""
     uid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Requests share prompt work only below the same one: a name may be given again."""
+    """Requests share prompt work only if this is equal; a name may be reused."""
 
 
 def read_adapter(location: str, headers: Mapping[str, str], dtype: torch.dtype, most: int) -> Pairs:
-    """Read an adapter; blocking.
+    """Reads an adapter; blocking.
 
     Args:
-        location: a folder as peft writes it, or a published version in a store.
-        headers: those that a weight store requires.
-        dtype: to compute in.
-        most: highest rank.
+        location: A folder as peft writes it, or a published version in a store.
+        headers: Those that a weight store requires.
+        dtype: To compute in.
+        most: Highest rank.
 
     Raises:
-        InvalidInput: it is none, is damaged, or its rank is higher.
-        TransportError: the store is away, or refuses.
+        InvalidInput: It is none, is damaged, or its rank is higher.
+        TransportError: The store is away, or refuses.
     """
     if not (location.startswith("http://") or in_object_store(location)):
         return _read_folder(Path(location), dtype, most)
@@ -109,7 +109,7 @@ def _read_folder(folder: Path, dtype: torch.dtype, most: int) -> Pairs:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the safetensors file; compared with the manifest if there is one."""
+    """Reads all tensors of the safetensors file; checks them if there is a manifest."""
     file = folder / ADAPTER_FILE
     layout = read_layout(file)
     known = {}
@@ -137,10 +137,10 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def fused(pairs: Pairs, config: ModelConfig) -> list[dict[str, Pair]]:
-    """Return the pairs of each layer by the matrix of `weights.LayerWeights` that they go with.
+    """Returns the pairs of each layer by the matrix of `weights.LayerWeights` that they go with.
 
     Raises:
-        InvalidInput: the model has no such layer, or one of another shape.
+        InvalidInput: The model has no such layer, or one of another shape.
     """
     wide = config.num_heads * config.head_dim
     narrow = config.num_kv_heads * config.head_dim
@@ -189,7 +189,7 @@ def fused(pairs: Pairs, config: ModelConfig) -> list[dict[str, Pair]]:
 def rows_by_adapter(
     adapters: Sequence[Adapter | None], length: int = 1
 ) -> list[tuple[Tensor | slice, Any]]:
-    """Return (rows, parts) of each adapter, for `length` rows of each request in order."""
+    """Returns (rows, parts) of each adapter, for `length` rows of each request in order."""
     distinct = {id(each): each for each in adapters if each is not None}
     if not distinct:
         return []

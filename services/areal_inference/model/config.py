@@ -10,7 +10,7 @@ from typing import Any
 from areal.errors import InvalidInput
 
 SEEING = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
-"""A vision tower beside a Qwen2 decoder."""
+"""Model types with a vision tower beside a Qwen2 decoder."""
 ARCHITECTURES = ("Qwen2ForCausalLM", "LlamaForCausalLM", *SEEING)
 
 
@@ -38,11 +38,11 @@ class VisionConfig:
 
     image_token_id: int
     merge: int
-    """So many patches in height, and in width, make one token."""
+    """Number of patches, in height and in width, that form one token."""
     sections: tuple[int, ...]
     """Rotary frequencies that turn by time, by height and by width."""
     settings: dict[str, Any]
-    """Of the tower, as in config.json."""
+    """The tower's settings, as in config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ class ServedModel:
     max_position_embeddings: int
     eos_token_ids: frozenset[int]
     vision: VisionConfig | None = None
-    """None: it takes no images here."""
+    """The vision tower; None: images are not accepted."""
 
     @property
     def cache_values(self) -> int:
-        """Return how many numbers the cache keeps for a token."""
+        """Returns how many numbers the cache keeps for a token."""
         raise NotImplementedError
 
 
@@ -86,16 +86,16 @@ class ModelConfig(ServedModel):
 
     @property
     def cache_values(self) -> int:
-        """Return how many numbers the cache keeps for a token."""
+        """Returns how many numbers the cache keeps for a token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read config.json (and the end-of-sequence ids of generation_config.json).
+        """Reads config.json (and the end-of-sequence ids of generation_config.json).
 
         Raises:
-            UnknownModel: unknown architecture, unsupported option.
-            ModelError: folder or file missing, or not a model's.
+            UnknownModel: Unknown architecture, unsupported option.
+            ModelError: Folder or file missing, or not a model's.
         """
         if not folder.is_dir():
             raise ModelError(f"model path {folder}: no such folder")
@@ -198,7 +198,7 @@ def _vision(folder: Path, raw: dict[str, Any]) -> VisionConfig:
 
 
 def eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
-    """Return the tokens that end an answer, by a folder's config.json and generation_config.json.
+    """Returns the tokens that end an answer, by a folder's config.json and generation_config.json.
 
     Raises:
         ModelError: generation_config.json is broken.
@@ -211,7 +211,7 @@ def eos_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return a file's JSON object; raises ModelError."""
+    """Returns a file's JSON object; raises ModelError."""
     if file.exists() and not file.is_file():  # a FIFO would be waited for
         raise ModelError(f"{file}: expected a file")
     try:
@@ -245,14 +245,14 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def refuse_quantized(folder: Path, raw: dict[str, Any]) -> None:
-    """Refuse weights that are not plain numbers; raises ModelError."""
+    """Refuses weights that are not plain numbers; raises ModelError."""
     key = "quantization_config"
     if raw.get(key) is not None:
         raise ModelError(f"{folder / 'config.json'}: {key}={raw[key]!r:.100} is not supported")
 
 
 def _rope(folder: Path, raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
-    """Both spellings: ``rope_parameters`` (transformers 5), ``rope_theta`` + ``rope_scaling``."""
+    """Reads ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
     values = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = values.get("rope_type") or values.get("type") or "default"

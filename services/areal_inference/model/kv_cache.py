@@ -12,7 +12,7 @@ _LENGTH_STEP = 32
 
 
 def round_up(length: int, step: int = _LENGTH_STEP) -> int:
-    """Return the smallest multiple of step that is >= length."""
+    """Returns the smallest multiple of step that is >= length."""
     return -(-length // step) * step
 
 
@@ -34,7 +34,7 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        """Rows allocated."""
+        """Number of rows that are allocated."""
         return self.tensor.shape[2]
 
     @property
@@ -43,7 +43,7 @@ class KVCache:
         return self.tensor.shape[4]
 
     def reserve(self, rows: int, length: int, budget: int) -> None:
-        """Make room for this many rows of this length, and keep the content.
+        """Makes room for this many rows of this length, and keeps the content.
 
         Grows in powers of two where the budget (rows x length, tokens) allows, else exactly.
         """
@@ -63,23 +63,23 @@ class KVCache:
         self.tensor[:, :, :kept_rows, :, :kept_length] = old[:, :, :kept_rows, :, :kept_length]
 
     def reset(self, rows: int = 0, length: int = 0) -> None:
-        """Replace the storage by an empty one of this shape (0: release the memory)."""
+        """Replaces the storage by an empty one of this shape (0: release the memory)."""
         layers, pair, _, heads, _, width = self._shape
         self.tensor = torch.zeros((layers, pair, rows, heads, length, width), dtype=self._dtype)
         # Per layer [rows, length, 2, kv_heads, head_dim]: where a step's keys and values go.
         self.by_position = [layer.permute(1, 3, 0, 2, 4) for layer in self.tensor]
 
     def clear(self, row: int) -> None:
-        """Zero a row whose content may not be finite."""
+        """Overwrites a row with zeros, because it may hold values that are not finite."""
         if row < self.rows:
             self.tensor[:, :, row].zero_()
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of each source row to its target row."""
+        """Copies the first `length` positions of each source row to its target row."""
         kv = self.tensor
         kv[:, :, targets, :, :length] = kv[:, :, sources, :, :length]
 
     def share(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of one row to several."""
+        """Copies the first `length` positions of one row to several."""
         kv = self.tensor
         kv[:, :, targets, :, :length] = kv[:, :, source : source + 1, :, :length]

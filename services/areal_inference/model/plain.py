@@ -38,13 +38,15 @@ from areal_torch.engines.model.tensor_directory import TensorDirectory
 _UNLIMITED = 1 << 20
 """Positions of a model whose config names no limit; the cache's size limits requests."""
 _TOKENS_AT_ONCE = 4096
-"""Of sequences that are computed again."""
+"""Tokens of one batch when sequences are computed again."""
 _CACHES = ("past_key_values", "cache_params")
-"""What decoders call the argument for their cache, and the field of their output."""
+"""Names that decoders use for their cache, as an argument and as a field of their output."""
 _APART, _APART_16 = 1e-4, 5e-2
-"""How far logits may be apart, relative to their size, for rounding: in float32, in 16 bits."""
+"""Largest difference of logits, relative to their size, that counts as rounding: in float32, and in
+16 bits."""
 _TRIED = (2, 12, 8)
-"""Sequences of the trial at the start, their tokens, and how many of these are prefilled."""
+"""Number of sequences of the trial at the start, of their tokens, and of tokens that are
+prefilled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +57,11 @@ class PlainConfig(CheckpointModel):
     dtype: str
     """float32 or bfloat16."""
     width: int
-    """Numbers that the cache keeps for a token, about."""
+    """About how many numbers the cache keeps for a token."""
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: str) -> PlainConfig:
-        """Read a folder's config.json.
+        """Reads a folder's config.json.
 
         Raises:
             ModelError: transformers does not know the model, or it is quantized.
@@ -134,7 +136,8 @@ class Skeleton:
     hf: Any
     steps: list[hub_names.Step]
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    """Shape and dtype of all tensors of a version, those of unused towers too, by its names."""
+    """Shape and dtype of all tensors of a version by its names, including those of unused
+    towers."""
     repeated: dict[str, str]
 
     @classmethod
@@ -175,10 +178,10 @@ class PlainModel:
     """`runner.Decoder` with any architecture of transformers."""
 
     def __init__(self, config: PlainConfig, weights: WeightSet) -> None:
-        """Give the model its weights, and try it.
+        """Gives the model its weights, and tries it.
 
         Raises:
-            InvalidInput: it is no causal language model with a linear head.
+            InvalidInput: It is no causal language model with a linear head.
         """
         self._skeleton = config.skeleton
         self._hf = config.skeleton.hf
@@ -293,7 +296,7 @@ class PlainModel:
         return heads.logits_of(self._hf, hidden, self._matrix).float()
 
     def _advance(self, rows: list[Row], position: int, kept: bool) -> Tensor:
-        """Compute the last token of rows of one length; returns hidden states [rows, hidden]."""
+        """Computes the last token of rows of one length; returns hidden states [rows, hidden]."""
         before = gathered(rows) if kept else None
         begin = position if before else 0
         ids = torch.tensor([row.ids[begin:] for row in rows])
@@ -335,7 +338,7 @@ class PlainModel:
 
     @torch.inference_mode()
     def _try(self, config: PlainConfig) -> None:
-        """Compare with transformers, and see whether a cache gives the same as no cache.
+        """Compares with transformers, and see whether a cache gives the same as no cache.
 
         Rows are mixed on the way: the cache of one sequence must be of no consequence to another's.
 
@@ -380,7 +383,7 @@ class PlainModel:
         return ModelError(f"model path {config.folder}: {config.architecture}: {said}")
 
     def _decoded_apart(self, ids: Tensor, whole: Tensor, known: int, exact: bool) -> float:
-        """How far logits over a cache are from the others; rows change places at each step."""
+        """Returns how far logits over a cache are from the others; rows change places each step."""
         cache, order, worst = PlainCache(ids.shape[1]), [0, 1], 0.0
         for row in order:
             self.prefill(cache, [row], [ids[row, :known].tolist()])
@@ -402,7 +405,7 @@ def _apart(found: Tensor, wanted: Tensor, exact: bool) -> float:
 
 
 def _places(hf: Any) -> dict[str, list[tuple[dict[str, Any], str, Tensor]]]:
-    """Where each of the model's own tensors is: dictionaries of modules, keys, meta tensors."""
+    """Returns the place of each of the model's own tensors: module dictionary, key, meta tensor."""
     found: dict[int, list[tuple[dict[str, Any], str, Tensor]]] = {}
     for module in hf.modules():
         for tensors in (module._parameters, module._buffers):

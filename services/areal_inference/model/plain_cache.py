@@ -30,21 +30,22 @@ class State:
 
     cache: Any
     size: int
-    """Its sequences."""
+    """Number of its sequences."""
     frozen: bool
-    """Rows may point to it as to the state after a prompt: it must not advance."""
+    """Whether the state must not advance, because rows may refer to it as the state after a
+    prompt."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One running request."""
+    """One running request of the cache."""
 
     ids: list[int] = field(default_factory=list)
     """Tokens computed so far."""
     state: State | None = None
-    """None: nothing is kept."""
+    """The state that has the row; None: nothing is kept."""
     index: int = 0
-    """Place in the state."""
+    """The row's index in the state."""
     prompt: Row | None = None
     """The row as its prefill left it."""
     routes: list[Routes] = field(default_factory=list)
@@ -59,10 +60,10 @@ class PlainCache:
         self.rows: dict[int, Row] = {}
 
     def reserve(self, rows: int, length: int, budget: int) -> None:
-        """Do nothing: `ModelRunner.fits` limits what is admitted."""
+        """Does nothing: `ModelRunner.fits` limits what is admitted."""
 
     def share(self, source: int, targets: list[int], length: int) -> None:
-        """Point rows to the state after another row's prompt, if that row still has it."""
+        """Points rows to the state after another row's prompt, if that row still has it."""
         row = self.rows.get(source, Row())
         prompt = row.prompt
         for target in targets:
@@ -72,21 +73,21 @@ class PlainCache:
             self.rows[target] = Row(row.ids[:length], state, index, routes=routes)
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Give rows other numbers."""
+        """Gives rows other numbers."""
         moved = [self.rows.pop(row) for row in sources]
         self.rows.update(zip(targets, moved, strict=True))
 
     def clear(self, row: int) -> None:
-        """Forget a row."""
+        """Forgets one row of the cache."""
         self.rows.pop(row, None)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forgets all rows and states."""
         self.rows.clear()
 
 
 def gathered(rows: Sequence[Row]) -> State:
-    """Return a state with exactly these rows, in this order, which may advance."""
+    """Returns a state with exactly these rows, in this order, which may advance."""
     first = rows[0].state
     assert first is not None
     if (
@@ -107,7 +108,7 @@ def gathered(rows: Sequence[Row]) -> State:
 
 
 def _picked(parts: list[tuple[Any, int, Tensor]]) -> Any:
-    """One copy of the same part of several caches, with some of the sequences of each.
+    """Copies the same part of several caches, with some of the sequences of each.
 
     Args:
         parts: (cache or part of it, its sequences, which of them).

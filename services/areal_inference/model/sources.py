@@ -47,7 +47,7 @@ class Stored:
     file: str
     place: TensorPlace
     digest: str
-    """Empty: the source has no manifest."""
+    """The version's digest; empty: the source has no manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Published:
     """A version as it was pulled: what its files are, so that the next server can pull it here."""
 
     name: str
-    """Its folder's."""
+    """Name of the version's folder."""
     manifest: PolicyVersion
     layouts: Mapping[str, Layout]
-    """Of its safetensors files."""
+    """Layouts of its safetensors files."""
 
 
 class Source(Protocol):
@@ -67,17 +67,17 @@ class Source(Protocol):
     tensors: dict[str, Stored]
 
     def read(self, stored: Stored) -> memoryview:
-        """Return a tensor's bytes, writable, valid until this thread reads the next one."""
+        """Returns a tensor's bytes, writable, valid until this thread reads the next one."""
 
     def together(self, names: Iterable[str]) -> list[list[str]]:
-        """Return the tensors in reading order, grouped by what one thread reads together."""
+        """Returns the tensors in reading order, grouped by what one thread reads together."""
 
     def close(self) -> None:
         """Closes files and connections."""
 
 
 def open_source(location: str, headers: Mapping[str, str]) -> Source:
-    """Open a folder's path, or a location that `open_remote` knows.
+    """Opens a folder's path, or a location that `open_remote` knows.
 
     Raises:
         WeightError: There is no complete set of safetensors files.
@@ -118,7 +118,7 @@ class FolderSource:
         return one_by_one(self, names)
 
     def close(self) -> None:
-        """Unmaps."""
+        """Unmaps the files from memory."""
         # While a tensor still looks into a file it stays mapped.
         with suppress(BufferError):
             self._files.close()
@@ -179,7 +179,7 @@ class StoreSource:
         return [found[piece] for piece in sorted(found, key=lambda p: p[1] - p[2])]
 
     def close(self) -> None:
-        """Closes every connection."""
+        """Closes every connection to the giver."""
         for connection in self._open:
             connection.close()
 
@@ -237,7 +237,7 @@ class DeltaSource:
         return one_by_one(self, names)
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Does nothing: no file is open."""
 
 
 def open_changes(
@@ -246,7 +246,7 @@ def open_changes(
     digest: Callable[[], str],
     held: Callable[[str], memoryview],
 ) -> DeltaSource | None:
-    """Open a version as its changes since the held one; None: it was not published as such.
+    """Opens a version as its changes since the held one; None: it was not published as such.
 
     Args:
         location: As for `open_source`.
@@ -287,7 +287,7 @@ def open_changes(
 
 
 def one_by_one(source: Source, names: Iterable[str]) -> list[list[str]]:
-    """`Source.together` for sources where reading neighbors at once gains nothing."""
+    """Implements `Source.together` for sources where reading neighbors at once gains nothing."""
     places = {name: source.tensors[name].place for name in names}
     return [[n] for n in sorted(places, key=lambda n: places[n].begin - places[n].end)]
 

@@ -27,9 +27,9 @@ class Model:
     """A decoder whose weights can be replaced between two calls.
 
     Args:
-        config: shapes.
-        weights: parameters, in one dtype.
-        max_length: longest sequence, in tokens; sizes the rotary table.
+        config: Shapes.
+        weights: Parameters, in one dtype.
+        max_length: Longest sequence, in tokens; sizes the rotary table.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, max_length: int):
@@ -50,15 +50,15 @@ class Model:
         sequences: Sequence[list[int]],
         seen: Sequence[Seen | None] = (),
     ) -> Tensor:
-        """Write the keys and values of whole prompts into cache rows.
+        """Writes the keys and values of whole prompts into cache rows.
 
         Args:
-            cache: has room for the longest sequence's positions in each row.
-            rows: cache row of each prompt.
-            sequences: token ids of each prompt, at least one of them not empty. They are padded on
+            cache: Has room for the longest sequence's positions in each row.
+            rows: Cache row of each prompt.
+            sequences: Token ids of each prompt, at least one of them not empty. They are padded on
                 the right (attention is causal, so padding only writes positions that are masked
                 until they are overwritten).
-            seen: the images of each prompt; empty: none has any.
+            seen: The images of each prompt; empty: none has any.
 
         Returns:
             Final hidden states [prompts, longest, hidden], normalized: `logits` takes them.
@@ -112,13 +112,13 @@ class Model:
         span: int,
         shifts: Tensor | None = None,
     ) -> Tensor:
-        """Advance rows 0..n-1 by one token each.
+        """Advances rows 0..n-1 by one token each.
 
         Args:
-            cache: has the first positions[i] positions of row i filled, and room for one more.
+            cache: Has the first positions[i] positions of row i filled, and room for one more.
             tokens: [n] int64, the token at positions[i].
             positions: [n] int64.
-            span: attend over this many positions, > max(positions).
+            span: Attend over this many positions, > max(positions).
             shifts: [n] int64, rotary positions less positions; None: they are the same.
 
         Returns:
@@ -151,7 +151,7 @@ class Model:
         return self.logits(self._norm(hidden, self.weights.final_norm))
 
     def routes(self, cache: KVCache, row: int) -> Sequence[npt.NDArray[np.int32]]:
-        """Return nothing: these architectures have no experts."""
+        """Returns nothing: these architectures have no experts."""
         del cache, row
         return ()
 
@@ -181,7 +181,7 @@ class Model:
         return self._adapt(index, "down", inner, hidden.addmm_(inner, layer.down))
 
     def _adapt(self, index: int, matrix: str, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """Add to the outputs of a layer's matrix what the adapters of the rows add."""
+        """Adds to the outputs of a layer's matrix what the adapters of the rows add."""
         for rows, layers in self._adapted:
             if (pair := layers[index].get(matrix)) is not None:
                 outputs[rows] += pair.of(inputs[rows])
@@ -189,7 +189,7 @@ class Model:
 
 
 def _rotate(heads: Tensor, rotary: Tensor) -> None:
-    """Rotate neighboring pairs of the last dimension in place by complex factors."""
+    """Rotates neighboring pairs of the last dimension in place by complex factors."""
     if heads.dtype == torch.float32:
         torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2)).mul_(rotary)
         return

@@ -41,19 +41,19 @@ class Seen:
     positions: Tensor
     """Rotary positions of the prompt, int64 [3, length]."""
     shift: int
-    """Of a token behind the prompt, rotary position less place."""
+    """For a token behind the prompt, its rotary position minus its place."""
     digest: bytes
-    """Of the files."""
+    """Digest of the images' files."""
 
     def rotary_positions(self, length: int) -> Tensor:
-        """Return positions of the first `length` tokens of prompt and answer, int64 [3, length]."""
+        """Returns positions of the first `length` tokens, prompt and answer, int64 [3, length]."""
         known = self.positions[:, :length]
         behind = torch.arange(known.shape[1], length) + self.shift
         return torch.cat([known, behind.expand(3, -1)], dim=1)
 
 
 def make_see(folder: Path, config: ModelConfig) -> See | None:
-    """Return what turns images into patches; None if the model takes no images.
+    """Returns what turns images into patches; None if the model takes no images.
 
     Raises:
         ModelError: The folder has no image processor, or a package is missing.
@@ -134,7 +134,7 @@ def _place(
 
 
 def make_tower(config: ModelConfig, dtype: torch.dtype) -> nn.Module | None:
-    """Return the vision tower, with weights to be filled; None if the model takes no images."""
+    """Returns the vision tower, with weights to be filled; None if the model takes no images."""
     vision = config.vision
     if vision is None:
         return None
@@ -160,7 +160,7 @@ def make_tower(config: ModelConfig, dtype: torch.dtype) -> nn.Module | None:
 
 
 def features(tower: nn.Module, seen: Seen) -> Tensor:
-    """Return the vectors for the prompt's image tokens, [V, hidden]."""
+    """Returns the vectors for the prompt's image tokens, [V, hidden]."""
     dtype = next(tower.parameters()).dtype
     found: Tensor = tower(seen.pixels.to(dtype), grid_thw=seen.grid, return_dict=True).pooler_output
     return found

@@ -83,10 +83,10 @@ class WeightSet:
     sums: dict[str, str] = field(default_factory=dict)
     """Checksums of what the set holds; empty until asked for."""
     published: Published | None = None
-    """The version that the set is, bit for bit, where it was pulled whole."""
+    """The version that the set equals bit for bit, if it was pulled whole."""
 
     def checksums(self) -> dict[str, str]:
-        """Return the xxh3-128 of each checkpoint tensor, in this model's dtype and HF's layout.
+        """Returns the xxh3-128 of each checkpoint tensor, in this model's dtype and HF's layout.
 
         Read back from the parameters' memory, once for each time the set is filled.
         """
@@ -96,7 +96,7 @@ class WeightSet:
         return self.sums
 
     def emptied(self) -> WeightSet:
-        """Return a set of the same kind that holds nothing."""
+        """Returns a set of the same kind that holds nothing."""
         return WeightSet(views={})
 
     def digest(self) -> str:
@@ -108,7 +108,7 @@ class WeightSet:
         return PolicyVersion(0, 0, "", tensors=tensors).digest
 
     def copy_of(self, name: str) -> memoryview:
-        """Return a copy of a checkpoint tensor's bytes, in this model's dtype."""
+        """Returns a copy of a checkpoint tensor's bytes, in this model's dtype."""
         return self.views[name].copy()
 
     def part_of(self, name: str, begin: int, end: int) -> bytes:
@@ -121,16 +121,16 @@ class CheckpointModel(ServedModel):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the tensors of a version, by the checkpoint's names."""
+        """Returns the tensors of a version, by the checkpoint's names."""
         raise NotImplementedError
 
     @property
     def repeated(self) -> Mapping[str, str]:
-        """Return second names of tied tensors -> the name in `shapes`."""
+        """Returns second names of tied tensors -> the name in `shapes`."""
         raise NotImplementedError
 
     def allocate(self) -> WeightSet:
-        """Return a set whose tensors have memory and no content."""
+        """Returns a set whose tensors have memory and no content."""
         raise NotImplementedError
 
 
@@ -143,25 +143,26 @@ class Weights(WeightSet):
     final_norm: Tensor  # [H]
     layers: tuple[LayerWeights, ...]
     tower: nn.Module | None = None
-    """Of a model that sees: transformers' vision tower, whose parameters are views too."""
+    """For a model that sees: transformers' vision tower, whose parameters are also views."""
 
     def emptied(self) -> Weights:
-        """Return a set of the same dtype that holds nothing."""
+        """Returns a set of the same dtype that holds nothing."""
         none = self.embed.new_empty(0)
         return Weights(views={}, embed=none, head=none, final_norm=none, layers=())
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a checkpoint tensor lives: a view that, read in order, gives the tensor's order."""
+    """Where a checkpoint tensor is: a view that, read in order, gives the tensor's order."""
 
     target: Tensor
     shape: tuple[int, ...]
     published_as: torch.dtype | None = None
-    """Type of the tensor outside this set; None: the target's. The target holds its values, maybe
-    in a wider type."""
+    """Type of the tensor in published versions; None: the target's. The target holds its values,
+    possibly in a wider type."""
     finite: bool = True
-    """False: it is of a part that computes nothing here, and some keep infinity in buffers."""
+    """Whether all values must be finite. False for a part that is not used here, because some
+    buffers contain infinity."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,26 +218,26 @@ def load_weights(
     held: WeightSet | None = None,
     source: Source | None = None,
 ) -> WeightSet:
-    """Read every tensor of a source into a set of weights.
+    """Reads every tensor of a source into a set of weights.
 
     A version that was published as what changed since `held` is made from that; when the delta does
     not fit, or is damaged, and for all others, the whole snapshot is read.
 
     Args:
-        location: a folder with model.safetensors, or shards and model.safetensors.index.json; or
+        location: A folder with model.safetensors, or shards and model.safetensors.index.json; or
             a version of a weight store, http://host:port/versions/NAME.
-        config: the running model; names and shapes must be exactly its own.
-        dtype: the model's type; floating-point checkpoints of another type are rounded to it.
-        storage: type and order in memory of a new set; None: `dtype`, [in, out].
-        headers: for the weight store: the bearer token.
-        spare: a set that no one uses any more, to be filled; None: a new one.
-        held: the set in use, only read.
-        source: opened source at `location`; None: it is opened here.
+        config: The running model; names and shapes must be exactly its own.
+        dtype: The model's type; floating-point checkpoints of another type are rounded to it.
+        storage: Type and order in memory of a new set; None: `dtype`, [in, out].
+        headers: For the weight store: the bearer token.
+        spare: A set that no one uses any more, to be filled; None: a new one.
+        held: The set in use, only read.
+        source: Opened source at `location`; None: it is opened here.
 
     Raises:
-        WeightError: file missing or broken, tensor missing, unknown, wrong-shaped, not a float, not
+        WeightError: File missing or broken, tensor missing, unknown, wrong-shaped, not a float, not
             finite, or not the one that the manifest names.
-        TransportError: the weight store is away or sends other bytes than asked for.
+        TransportError: The weight store is away or sends other bytes than asked for.
     """
     expected = model_shapes(config)
     if spare is None and isinstance(config, ModelConfig):
@@ -335,14 +336,14 @@ def _checkpoint(config: ServedModel) -> CheckpointModel:
 
 
 def _repeated(config: ServedModel) -> Mapping[str, str]:
-    """Second names of tied tensors, which a checkpoint may have, and the first names."""
+    """Returns second names of tied tensors, which a checkpoint may have, and the first names."""
     if isinstance(config, ModelConfig):
         return {_HEAD: _EMBED} if config.tie_word_embeddings else {}
     return _checkpoint(config).repeated
 
 
 def model_shapes(config: ServedModel) -> dict[str, tuple[int, ...]]:
-    """Return checkpoint names and shapes of this model, in checkpoint order."""
+    """Returns checkpoint names and shapes of this model, in checkpoint order."""
     if not isinstance(config, ModelConfig):
         return _checkpoint(config).shapes
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -379,7 +380,7 @@ def model_shapes(config: ServedModel) -> dict[str, tuple[int, ...]]:
 def _check(
     location: str, source: Source, expected: dict[str, tuple[int, ...]], config: ServedModel
 ) -> None:
-    """Everything that can be known from the headers, before any tensor is read."""
+    """Checks everything that the headers show, before any tensor is read."""
     for name, shape in expected.items():
         if name not in source.tensors:
             raise WeightError(f"{location}: tensor {name} is missing, expected shape {list(shape)}")
@@ -424,7 +425,7 @@ def _check_repeated(
 def _allocate(
     config: ModelConfig, dtype: torch.dtype, storage: Storage, expected: dict[str, tuple[int, ...]]
 ) -> Weights:
-    """Empty weights, and the view of each checkpoint tensor in them."""
+    """Allocates empty weights; also returns the view of each checkpoint tensor in them."""
     hidden, inner = config.hidden_size, config.intermediate_size
     wide = config.num_heads * config.head_dim
     narrow = config.num_kv_heads * config.head_dim

@@ -33,13 +33,13 @@ class Placement:
     """Addresses of a stack before it has ports."""
 
     control: str = field(default_factory=loopback)
-    """At which others reach what runs beside the launcher."""
+    """Address at which others reach processes that run beside the launcher."""
     bind: str = field(default_factory=loopback)
-    """What servers listen on."""
+    """Address on which servers listen."""
     inference: tuple[Node, ...] = field(default_factory=lambda: (Node(),))
-    """Of each inference server, in order; the last one's for those beyond."""
+    """Place of each inference server, in order; further servers use the last place."""
     trainer: tuple[Node, ...] = field(default_factory=lambda: (Node(),))
-    """One per node of the trainer, which its ranks share evenly."""
+    """Places of the trainer, one for each node; its ranks are distributed evenly."""
     servers_part: float = 0.0
     """Part of a GPU's free memory that a server takes for weights and cache, where the trainer uses
     the same GPU; 0: its engine decides."""
@@ -53,7 +53,7 @@ class NodeCounts:
     trainer_nodes: int
     ranks_per_node: int
     servers_per_node: int
-    """On a node that has servers only; 0: without GPUs they are spread."""
+    """Servers on a node that has only servers; 0: without GPUs they are spread."""
 
 
 def count_nodes(config: BaseExperimentConfig) -> NodeCounts:
@@ -211,7 +211,7 @@ class Cluster:
     """Lends nodes for the time of one stack: this machine; the others derive from it."""
 
     def __init__(self, servers_part: float = 0.0) -> None:
-        """`servers_part`: see `Placement`."""
+        """`servers_part` is that of `Placement`."""
         self._servers_part = servers_part
 
     async def open(self, config: BaseExperimentConfig) -> Placement:
@@ -224,7 +224,7 @@ class Cluster:
         return replace(assign(config, nodes, loopback()), servers_part=self._servers_part)
 
     async def spawn(self, spec: ProcessSpec, stack_id: str) -> Life:
-        """Starts one life of a process on the spec's nodes; raises OSError when that fails."""
+        """Starts a process on the spec's nodes; raises OSError when that fails."""
         return await Child.start(spec, stack_id)
 
     def describe(self) -> dict[str, Any]:

@@ -33,7 +33,8 @@ from areal_launch.processes.commands import find_program, run_command
 
 HELM_TIMEOUT_S = 300.0
 MAX_RECIPE_BYTES = 256 * 1024
-"""Of a packed folder. Helm keeps values and objects (the recipe twice) in a Secret of 1 MiB."""
+"""Largest size of a packed folder. Helm keeps values and objects (the recipe twice) in a Secret of
+1 MiB."""
 GRPC_PORT, HTTP_PORT = 50051, 8080
 WORKLOADS = ("PyTorchJob", "TrainJob", "Job")
 # What the live view asks: component of the chart to key of `endpoints`.
@@ -123,7 +124,7 @@ class Outcome:
     """How the trainer's job ended, if it has."""
 
     word: str = ""
-    """finished, failed, or "" while it is neither."""
+    """"finished", "failed", or "" if it is neither."""
     cause: str = ""
 
 
@@ -131,7 +132,7 @@ class Release:
     """One release: installed, looked at, removed."""
 
     def __init__(self, config: BaseExperimentConfig, folder: Path) -> None:
-        """`folder`: for the files that are passed to helm."""
+        """`folder` is for the files that are passed to helm."""
         self.config = config
         self._settings = config.stack.kubernetes
         self._folder = folder
@@ -261,7 +262,7 @@ class Release:
         return self._outcome("prepare", ("Job",)) or Outcome("finished")
 
     def _outcome(self, component: str, kinds: tuple[str, ...]) -> Outcome | None:
-        """None: the release has no such job."""
+        """Returns how the job ended; None: the release has no such job."""
         jobs = [j for j in self.manifest if j["kind"] in kinds and component_of(j) == component]
         if not jobs:
             return None
@@ -309,7 +310,7 @@ class Release:
 
 
 def _secret_keys(content: Any) -> list[tuple[str, str]]:
-    """(Secret, key) of every secretKeyRef in some objects."""
+    """Returns (Secret, key) of every secretKeyRef in some objects."""
     if isinstance(content, list):
         return [found for each in content for found in _secret_keys(each)]
     if not isinstance(content, dict):
@@ -320,7 +321,7 @@ def _secret_keys(content: Any) -> list[tuple[str, str]]:
 
 
 def _release_name(config: BaseExperimentConfig) -> str:
-    """At most 53 characters, which is what helm takes; long names keep both ends and a hash."""
+    """Returns a name of at most 53 characters, as helm requires; long ones end in a hash."""
     name = f"{config.experiment_name}-{config.trial_name}"
     if len(name) <= 53:
         return name

@@ -48,18 +48,18 @@ class Problem:
 
     @property
     def fix(self) -> str:
-        """How to fix it; "" if the cluster may recover by itself."""
+        """Returns how to fix it; "" if the cluster may recover by itself."""
         return _FIXES.get(self.reason, "")
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Equal as long as it is the same problem: messages contain changing pauses and nodes."""
+        """Identifies the problem: messages contain changing pauses and nodes."""
         said = () if self.container else (self.message,)
         return (self.component, self.container, self.image, self.reason, *said)
 
     @property
     def topic(self) -> tuple[str, ...]:
-        """What to tell a person only once: an image that cannot be pulled, for any pod."""
+        """Identifies what is told only once: an image that cannot be pulled, for any pod."""
         return (self.image, self.fix) if self.fix == _PULL else self.key
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class StuckWatch:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], tuple[float, float]] = {}
-        """Component and container to when it was seen stuck first and last."""
+        """For each component and container, when it was first and last seen stuck."""
 
     def look(self, pods: list[dict[str, Any]], now: float) -> tuple[Problem, float] | None:
         """Returns the problem that has lasted too long, and since when; None if there is none.

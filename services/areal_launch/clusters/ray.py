@@ -50,7 +50,7 @@ _SHARED_CPU = 0.1
 CALL_TIMEOUT_S = 60.0
 # Where this very `areal` is imported from, on every node.
 _SOURCE = str(Path(__file__).resolve().parents[2])
-# Its parent's death reaches a process as SIGTERM, also after exec (prctl's PR_SET_PDEATHSIG).
+# When its parent dies, a process gets SIGTERM, also after exec (prctl's PR_SET_PDEATHSIG).
 _WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 )
@@ -200,7 +200,7 @@ def _runner() -> type:
 
             import ray
 
-            # Of the node, where Ray may have been started by another launcher.
+            # The node's variables; another launcher may have started Ray there.
             known = {k: v for k, v in os.environ.items() if not re.fullmatch(foreign, k)}
 
             def run() -> None:
@@ -222,7 +222,7 @@ def _runner() -> type:
                     self._process.wait()
                 self._ended.set()
 
-            # Of its own, for the process's whole life: the kernel means the thread by "parent".
+            # The thread lasts as long as the process: to the kernel, it is the "parent".
             threading.Thread(target=run, daemon=True).start()
             self._started.wait()
             if self._error:
@@ -321,7 +321,7 @@ class RayLife:
         self._release()
 
     def _environment(self) -> dict[str, str]:
-        """What a child gets beside the node's own environment."""
+        """Returns the environment that a child gets in addition to the node's own."""
         whole = child_environment(self._stack_id, self._spec.name, {})
         keys = ("PYTHONPATH", *CHILD_ENVIRONMENT, STACK_VARIABLE, PROCESS_VARIABLE)
         own = {key: whole[key] for key in (*keys, "no_proxy", "NO_PROXY") if key in whole}

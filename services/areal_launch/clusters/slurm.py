@@ -114,7 +114,7 @@ class JobState:
     """What Slurm says about a job."""
 
     state: str
-    """PENDING, RUNNING, COMPLETED, ...; GONE when Slurm has forgotten it."""
+    """PENDING, RUNNING, COMPLETED, ...; GONE if Slurm no longer knows it."""
     reason: str = ""
 
     @property
@@ -124,7 +124,7 @@ class JobState:
 
 
 def job_state(job: str) -> JobState:
-    """Asks Slurm once."""
+    """Asks Slurm once for the state of a job."""
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r"]
     try:
         answer = _run(command).strip()
@@ -150,7 +150,7 @@ class SlurmCluster(Cluster):
     """The nodes of the allocation that this process runs in."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        """`environment`: the variables, with those that Slurm has set."""
+        """`environment` has the variables, including those that Slurm has set."""
         self._job = environment["SLURM_JOB_ID"]
         self._list = environment.get("SLURM_JOB_NODELIST", "")
         self._here = environment.get("SLURMD_NODENAME", "")
@@ -193,7 +193,7 @@ def step_argv(spec: ProcessSpec) -> tuple[str, ...]:
 
 
 def _own_gpus(spec: ProcessSpec) -> str:
-    """Shell code with which a step's process sees only its own GPUs of its node.
+    """Returns shell code with which a step's process sees only its own GPUs of its node.
 
     Those that Slurm shows to a step are all of the job there, which need not begin with 0.
     """

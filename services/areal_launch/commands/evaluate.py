@@ -37,7 +37,7 @@ class Evaluation:
 
     @property
     def model(self) -> Path:
-        """Where a checkpoint is exported to, until the evaluation has ended."""
+        """Folder to which the checkpoint is exported until the evaluation has ended."""
         return self.folder.path / "model"
 
     def clean(self) -> None:
@@ -63,7 +63,7 @@ def evaluate_recipe(
         recipe: Its `main` evaluates before it asks for its first batch.
         config: The experiment file; None: the one beside the recipe.
         overrides: Of the experiment file.
-        checkpoint: best, latest, a step, or start (`model.path`); "": latest, or start if
+        checkpoint: Best, latest, a step, or start (`model.path`); "": latest, or start if
             `model.path` is among the overrides.
         against: The same, for the policy to compare with; "": none.
         as_json: Whether to print JSON Lines.
@@ -112,7 +112,7 @@ def evaluate_recipe(
 
 
 def _evaluation(experiment: BaseExperimentConfig, which: str) -> Evaluation:
-    """In a trial of its own: an earlier one's results are not this one's."""
+    """Returns the evaluation, in a trial of its own so that no earlier results are mixed in."""
     number = 1
     while True:
         suffix = f"-eval-{which}" + (f"-{number}" if number > 1 else "")

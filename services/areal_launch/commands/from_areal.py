@@ -71,7 +71,7 @@ class Rule:
     """How to convert one of AReaL's keys, or a section, that needs more than a new name."""
 
     says: str
-    """Text for a person who converts by hand."""
+    """Text for a person who converts the file by hand."""
     apply: Apply | None = None
     """Sets our keys; None: there are none, and `says` is written to the file as a comment."""
 

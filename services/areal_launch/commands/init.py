@@ -17,7 +17,7 @@ KINDS = {
     "sft": "gsm8k_sft",
     "own-loss": "own_loss",
 }
-"""What the recipe shows -> the example that it is made of."""
+"""Kind of recipe -> the example that it is made from."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 

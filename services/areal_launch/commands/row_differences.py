@@ -38,7 +38,7 @@ class RowDifference:
 
 @dataclass(frozen=True)
 class Differences:
-    """Of the rows that both evaluations have a reward for."""
+    """Compares the rows for which both evaluations have a reward."""
 
     name: str
     rows: list[RowDifference]
@@ -84,7 +84,7 @@ def _pair(name: str, first: Path, second: Path) -> Differences:
 
 
 def _rows(file: Path) -> dict[int, tuple[dict[str, Any], float]]:
-    """Data and mean reward of each row that did not fail, by index."""
+    """Returns data and mean reward of each row that did not fail, by index."""
     lines = [orjson.loads(line) for line in file.read_bytes().splitlines()]
     return {
         int(line["task_id"].rpartition("-")[2]): (

@@ -35,7 +35,7 @@ LOOK_INTERVAL_S = 1.0
 # All users share Slurm's controller, so it is asked less often than our own files are read.
 ASK_INTERVAL_S = 5.0
 END_TIMEOUT_S = 120.0
-# Slurm may give no answer for this long before following is given up; the job continues.
+# Seconds without an answer from Slurm until we stop following the job, which continues.
 SILENCE_S = 600.0
 
 

@@ -77,7 +77,7 @@ class Resolved:
 
     @property
     def model_later(self) -> str:
-        """What brings the model when a run begins; "": it is there."""
+        """Says what provides the model when a run begins; "": it is there."""
         if self.source:
             return f"downloaded from {self.source}"
         return "prepare_model creates it" if self.prepare else ""

@@ -221,9 +221,9 @@ class _Submission:
         self._states: Counter[TaskState] = Counter()
         self._rewards: list[float] = []
         self._accepted: list[str] = []
-        """Not watched yet."""
+        """Tasks that were accepted and are not watched yet."""
         self._refusal = ""
-        """What the full ledger said last; empty once there is room."""
+        """The latest refusal of a full ledger; empty once there is room."""
 
     async def run(self) -> int:
         """Submits all tasks, waits for them if asked to, and returns the exit code."""

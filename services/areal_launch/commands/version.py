@@ -1,4 +1,4 @@
-"""`areal --version`."""
+"""`areal --version`: prints the installed version."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Planned:
 
     @property
     def key(self) -> str:
-        """Of the component in the chart's values."""
+        """The component's key in the chart's values."""
         return _KEYS.get(self.component, self.component)
 
     def containers(self) -> Iterator[tuple[Json, str]]:
@@ -317,7 +317,7 @@ def _open(context: Json, restricted: bool) -> Iterator[str]:
     yield from (what for what, true in said.items() if true)
 
 
-# By a part of the provisioner's name: what many nodes can mount at once, and what one node can.
+# Provisioners by a part of their name: volumes for many nodes at once, and for one node.
 _SHARED = re.compile(
     r"nfs|cephfs|efs\.csi|filestore|file\.csi\.azure|azure-file|lustre|fsx|gpfs|glusterfs|"
     r"juicefs|longhorn|weka|beegfs|portworx|fuse|mountpoint-s3|isilon|vast|netapp|trident",

@@ -21,7 +21,7 @@ from areal_launch.doctor import memory
 from areal_launch.doctor.sharing import fewest_requests, server_room, split, trainer_fits
 
 _WIDTHS = (1, 2, 4, 8)
-"""GPUs of one server."""
+"""Numbers of GPUs that one server may have."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,6 @@ def _apart(config: GRPOConfig, count: int) -> Iterator[str]:
 
 
 def _most_ranks(config: BaseExperimentConfig, count: int) -> int:
-    """Not more ranks than a batch has groups."""
+    """Returns at most as many ranks as a batch has groups."""
     groups = config.train_dataset.batch_size if isinstance(config, GRPOConfig) else count
     return min(count, groups)

@@ -92,7 +92,7 @@ def _servers_python(config: BaseExperimentConfig) -> str:
 
 
 def _not_needed(config: BaseExperimentConfig) -> str:
-    """Why the servers' environment does not matter; "" if it does."""
+    """Returns why the servers' environment does not matter; "" if it does."""
     if config.stack.inference_command.strip() == CPU:
         return f"not needed: stack.inference_command={CPU}"
     if config.offline or config.endpoints.inference:
@@ -101,7 +101,7 @@ def _not_needed(config: BaseExperimentConfig) -> str:
 
 
 def _servers(config: BaseExperimentConfig, python: str, check: Check) -> Finding:
-    """What is tried in the servers' environment, if the stack has one."""
+    """Returns the trials for the servers' environment, if the stack has one."""
     if why := _not_needed(config):
         return ok(why)
     if python:
@@ -156,7 +156,7 @@ def _import_sglang(python: str) -> Finding:
 
 
 def _compiler(config: BaseExperimentConfig, python: str) -> Finding:
-    """What SGLang builds kernels with, on PATH, in the toolkit or in its own environment."""
+    """Finds the compilers with which SGLang builds kernels: on PATH, or in the toolkit."""
     if why := _not_needed(config):
         return ok(why)
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
@@ -171,7 +171,7 @@ def _compiler(config: BaseExperimentConfig, python: str) -> Finding:
 
 
 def _run(command: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any] | Finding:
-    """What a process answers in its last line of JSON, or why there is no answer."""
+    """Returns the JSON in the last line of a process's output, or why there is none."""
     environment = {**python_environment(), **CHILD_ENVIRONMENT, **extra}
     with subprocess.Popen(  # noqa: S603 - our own modules, or the servers' Python
         list(command),

@@ -34,19 +34,20 @@ _NO_GPUS = "set stack.gpus_per_node=0 to run on CPUs"
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides about GPUs here."""
+    """The facts that decide about GPUs on this machine."""
 
     environment: Mapping[str, str]
-    """Of the launcher; CUDA_VISIBLE_DEVICES counts."""
+    """Environment of the launcher; CUDA_VISIBLE_DEVICES counts."""
     torch: TorchFound | None
-    """Of the first environment that uses GPUs; None: not asked, or another program's."""
+    """torch of the first environment that uses GPUs; None: not asked, or the environment of another
+    program."""
     sglang: Installed
     device_files: int = 0
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What `judge` found."""
+    """The result of `judge`: engine, GPUs of the ranks, findings."""
 
     gpus: Finding
     engine: Finding | None
@@ -55,8 +56,8 @@ class Judged:
     """GPUs of the trainer's ranks; empty if the run cannot start, or has other nodes."""
     servers: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ()
-    """What torch says about the GPUs in `trainer`, then about those in `servers`, if it was asked.
-    They are the same ones where `allocation_mode` has `|`."""
+    """torch's description of the GPUs in `trainer`, then of those in `servers`, if it was asked.
+    The GPUs are the same if `allocation_mode` has `|`."""
 
     @property
     def findings(self) -> list[Finding]:
@@ -179,7 +180,7 @@ def _own_command(config: BaseExperimentConfig) -> bool:
 
 
 def _unused(config: BaseExperimentConfig, machine: Machine) -> Finding:
-    """Without GPUs for the stack; it sees none, even if there are some."""
+    """Judges a stack without GPUs; it sees none, even if there are some."""
     names = listed(machine.environment)
     there = machine.device_files
     if names is not None:
@@ -191,7 +192,7 @@ def _unused(config: BaseExperimentConfig, machine: Machine) -> Finding:
 
 
 def _refusal(config: BaseExperimentConfig, machine: Machine, ranks: int) -> Finding | None:
-    """Why a stack with so many trainer ranks cannot have its GPUs; None if it can."""
+    """Returns why a stack with so many trainer ranks cannot have its GPUs; None if it can."""
     wanted, torch = config.stack.gpus_per_node, machine.torch
     names = listed(machine.environment)
     shown = "" if names is None else f" ({VARIABLE}={machine.environment[VARIABLE]})"
@@ -230,7 +231,7 @@ def why_no_cuda(torch: TorchFound) -> tuple[str, str] | None:
 
 
 def _usable(machine: Machine, wanted: int) -> int:
-    """GPUs that processes can be given."""
+    """Returns the GPUs that can be assigned to processes."""
     names = listed(machine.environment)
     if machine.torch is None:  # another program's environment: its own start will tell
         return (wanted if machine.device_files else 0) if names is None else len(names)

@@ -96,7 +96,7 @@ class ClusterDoctor:
 
     @cached_property
     def _objects(self) -> list[dict[str, Any]]:
-        """Rendered for this cluster's version and APIs.
+        """Renders the chart for this cluster's version and APIs.
 
         By helm's own look at the cluster; where that refuses, for what is missing is not installed,
         with what the cluster serves added to the kinds that helm takes for granted.
@@ -141,7 +141,7 @@ class ClusterDoctor:
         return ok(f"may create {', '.join(_CREATED)}")
 
     def _bucket(self) -> Finding:
-        """Asked from here: pods may have another identity, but not another bucket."""
+        """Checks the bucket from here: pods may have another identity, but not another bucket."""
         path = self._release.config.weight_sync.path
         if not in_object_store(path):
             return ok("none: versions are on a volume or in weight-sync's store")
@@ -318,7 +318,7 @@ class ClusterDoctor:
         return list(self._api.get(self._api.core.list_node)["items"])
 
     def _pods(self) -> Iterator[Planned]:
-        """All pods of the chart but those of its tests."""
+        """Yields all pods of the chart except those of its tests."""
         for each in self._objects:
             spec = each.get("spec") or {}
             replicas = [spec, *(spec.get("pytorchReplicaSpecs") or {}).values()]
@@ -349,13 +349,13 @@ def _containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _asked(spec: dict[str, Any]) -> dict[str, float]:
-    """CPUs and bytes that a pod requests."""
+    """Returns the CPUs and bytes that a pod requests."""
     uses = pod_uses(spec)
     return {name: uses[f"requests.{name}"] for name in _COUNTED}
 
 
 def _references(specs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(Secret, key) that pods refer to; key "" for a whole Secret."""
+    """Yields (Secret, key) that pods refer to; key "" for a whole Secret."""
     for spec in specs:
         for pull in spec.get("imagePullSecrets") or []:
             yield pull["name"], ""

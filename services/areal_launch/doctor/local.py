@@ -52,7 +52,7 @@ _GIB = 1024**3
 _BASE_DISK, _BASE_MEMORY = 1 * _GIB, 1 * _GIB
 # An estimate so far above what there is would not fit if it were wrong by all of its error.
 _SURELY = 1.3
-# Of a GPU: what SGLang takes for weights and cache (--mem-fraction-static, which it chooses).
+# Share of a GPU that SGLang takes for weights and cache (it chooses --mem-fraction-static).
 _SERVERS_SHARE = 0.88
 _UNKNOWN_SIZE = "unknown until the model is there, because its config.json cannot be read yet"
 
@@ -60,7 +60,7 @@ _UNKNOWN_SIZE = "unknown until the model is there, because its config.json canno
 def examine_here(
     config: BaseExperimentConfig, *, can_prepare: bool, described_in: Path | None = None
 ) -> list[Finding]:
-    """This machine.
+    """Examines this machine.
 
     Args:
         config: Valid.
@@ -113,7 +113,7 @@ def examine_here(
 
 
 def _allocation(config: BaseExperimentConfig, shape: ModelShape | None) -> list[Finding]:
-    """What a run would put into `allocation_mode`, and puts it; no row where it is said."""
+    """Resolves `allocation_mode` as a run would; no row if the configuration names one."""
     if not open_question(config):
         return []
 
@@ -125,7 +125,7 @@ def _allocation(config: BaseExperimentConfig, shape: ModelShape | None) -> list[
 
 
 def _gpu_findings(config: BaseExperimentConfig, shape: ModelShape | None) -> list[Finding]:
-    """Which GPUs the stack gets, what serves, and whether the model fits on them."""
+    """Reports which GPUs the stack gets, what serves, and whether the model fits on them."""
     try:
         judged = judge(config, look(config, memory=True))
     except ArealError as error:
@@ -201,7 +201,7 @@ def _disk(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
 
 
 def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
-    """Host memory: on CPUs the whole run; with GPUs, loading and publishing."""
+    """Reports host memory: on CPUs for the whole run; with GPUs for loading and publishing."""
     allocation = parse_allocation(config.allocation_mode)
     needed = _BASE_MEMORY + config.buffer.max_memory_mb * 1024**2 // 8
     said = [f"services {needed / _GIB:.1f} GiB"]
@@ -234,7 +234,7 @@ def _memory(config: BaseExperimentConfig, shape: ModelShape | None) -> Finding:
 
 
 def _trainer_memory(config: GRPOConfig, shape: ModelShape | None, there: int) -> Finding:
-    """`there`: the free bytes of the GPU of a rank that has least; 0: not known."""
+    """Reports a rank's memory; `there` is the least free memory of a GPU in bytes, 0 if unknown."""
     if shape is None:
         return unknown(_UNKNOWN_SIZE)
     rank = memory.trainer_rank(config, shape, gpu=True, there=there)
@@ -272,7 +272,7 @@ def _nccl_in(folders: Iterable[Path]) -> str:
 
 
 def _server_memory(config: BaseExperimentConfig, shape: ModelShape | None, there: int) -> Finding:
-    """`there`: see `_trainer_memory`, but of a server's GPUs."""
+    """Reports a server's memory; `there` is as in `_trainer_memory`, for a server's GPUs."""
     if shape is None:
         return unknown(_UNKNOWN_SIZE)
     need = memory.server(config, shape, gpu=True)

@@ -27,7 +27,7 @@ from areal.memory_estimate import (
 from areal.model_directory import serving_dtype
 
 _CPU_CACHE = 1 * GIB
-"""Most of the CPU engine's KV cache."""
+"""Largest KV cache of the CPU engine, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class Trainer:
 
     need: Need
     mode: Checkpointing
-    """What its layers keep."""
+    """The mode of gradient checkpointing: what layers keep."""
     ways_out: str
-    """Settings with which it needs less."""
+    """Settings with which the run needs less memory."""
 
 
 def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int = 0) -> Trainer:
     """Returns the memory that one trainer rank needs at its peak, on its device.
 
     Args:
-        config: the experiment's configuration.
-        shape: the model's sizes.
-        gpu: it has one.
-        there: free bytes of its device; 0: not known.
+        config: The experiment's configuration.
+        shape: The model's sizes.
+        gpu: It has one.
+        there: Free bytes of its device; 0: not known.
     """
     actor = config.actor
     layout = parse_allocation(config.allocation_mode).layout
@@ -59,7 +59,7 @@ def trainer_rank(config: GRPOConfig, shape: ModelShape, *, gpu: bool, there: int
 
 
 def trainer_ranks(config: GRPOConfig, shape: ModelShape) -> Iterator[Trainer]:
-    """Returns what a rank needs on a GPU, the fastest of what its layers may keep first."""
+    """Yields what a rank needs on a GPU, the fastest of what its layers may keep first."""
     chosen = config.actor.gradient_checkpointing
     layout = parse_allocation(config.allocation_mode).layout
     setting = Setting(layout, micro_batch_tokens(config), gpu=True)
@@ -106,7 +106,7 @@ def host(config: BaseExperimentConfig, shape: ModelShape, *, ranks: int) -> Need
     layout = parse_allocation(config.allocation_mode).layout
     element = BYTES[serving_dtype(config.model.dtype, Path(config.model.path), gpu=True)]
     matrix = shape.hidden * max(shape.vocabulary, shape.intermediate) // layout.per_copy
-    # Of the experts, gate and up are read and copied into one tensor.
+    # The experts' gate and up matrices are read and copied into one tensor.
     largest = max(matrix, 4 * shape.expert_parameters // 3)
     parts = {
         "loading": MASTER * largest * ranks,

@@ -40,7 +40,7 @@ def cpu_engine(directory: Path) -> Finding:
     """Times products of matrices, as the CPU engine does at its start.
 
     Raises:
-        WaitTimeout: it took ten minutes.
+        WaitTimeout: It took ten minutes.
     """
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     done = _run("the timed product", ["areal_torch.models.cpu_matmul", str(stored // 2)], directory)
@@ -75,7 +75,7 @@ def architecture(directory: Path) -> Finding:
     """Loads the model and compares packed sequences with single ones, as a trainer does at start.
 
     Raises:
-        WaitTimeout: it took ten minutes.
+        WaitTimeout: It took ten minutes.
     """
     # 16-bit weights are loaded in 32 bits.
     needed = 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))

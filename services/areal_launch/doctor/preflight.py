@@ -118,7 +118,7 @@ def gateway_problem(config: BaseExperimentConfig) -> str:
 
 
 def _unwritable(folder: Path) -> str:
-    """Why nothing could be written in a folder that may not exist yet; "" when it could."""
+    """Returns why a folder, which may not exist yet, cannot be written; "" if it can."""
     try:
         nearest = _nearest(folder)
     except OSError as error:
@@ -131,7 +131,7 @@ def _unwritable(folder: Path) -> str:
 
 
 def _full(folder: Path) -> str:
-    """Why its disk would be full at once; "" when it would not."""
+    """Returns why the folder's disk would be full at once; "" if it would not."""
     nearest = _nearest(folder)
     if (free := free_bytes(nearest)) >= LEAST_BYTES:
         return ""

@@ -25,10 +25,10 @@ from areal_launch.doctor.sharing import split
 
 @dataclass(frozen=True)
 class Settled:
-    """What was decided."""
+    """The allocation that was decided, and why."""
 
     why: str = ""
-    """One line; "": there was nothing to decide."""
+    """The reasoning in one line; "": there was nothing to decide."""
     servers_part: float = 0.0
     """See `Placement`."""
 
@@ -80,7 +80,7 @@ def open_question(config: BaseExperimentConfig) -> bool:
 def settle_here(
     config: BaseExperimentConfig, source: str = "", *, with_trainer: bool = True
 ) -> Settled:
-    """`settle` for this machine, before anything starts.
+    """Settles the allocation for this machine, before anything starts.
 
     Args:
         config: Valid, and remains so.

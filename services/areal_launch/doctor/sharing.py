@@ -21,11 +21,12 @@ from areal.memory_estimate import CUDA, GIB, SURELY, ModelShape
 from areal_launch.doctor import memory
 
 ASLEEP = 3 * GIB
-"""What a server keeps of a GPU while it sleeps: CUDA's context, and libraries' own memory."""
+"""Bytes that a sleeping server keeps on a GPU: CUDA's context and memory of libraries."""
 _WORK = 0.12
 """Part of a server's share that is neither weights nor cache: activations and CUDA graphs."""
 _FEWEST = 32
-"""Requests of full length that a server should hold at once, or generation crawls."""
+"""Fewest requests of full length that a server should hold at once; with fewer, generation is
+slow."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Split:
 
     sharing: Sharing
     part: float
-    """Of the free memory, what a server's weights and cache may take; 0: its engine decides."""
+    """Share of the free memory that a server's weights and cache may take; 0: its engine
+    decides."""
     why: str
     """The reasoning, in one line."""
 
@@ -104,7 +106,7 @@ def _ways_out(config: GRPOConfig, shape: ModelShape) -> str:
 
 
 def _halves(wanted: Sharing, free: int) -> Split:
-    """Without an estimate: enough for the small models that recipes create."""
+    """Splits the memory without an estimate: enough for the small models that recipes create."""
     sharing = Sharing.SHARED if wanted is Sharing.FITTING else wanted
     whose = "trainer and servers share each GPU" if sharing is Sharing.SHARED else "they take turns"
     part = 0.4 if sharing is Sharing.SHARED else 0.8
@@ -118,7 +120,7 @@ def _halves(wanted: Sharing, free: int) -> Split:
 
 
 def _shared(config: GRPOConfig, shape: ModelShape, free: int) -> Split:
-    """`part` is 0 if they do not fit."""
+    """Splits the memory for `@shared`; `part` is 0 if both do not fit."""
     best: tuple[memory.Trainer, Room] | None = None
     fewest = fewest_requests(config)
     for trainer in memory.trainer_ranks(config, shape):
@@ -149,7 +151,7 @@ def _shared(config: GRPOConfig, shape: ModelShape, free: int) -> Split:
 
 
 def _alternating(config: GRPOConfig, shape: ModelShape, free: int) -> Split:
-    """`part` is 0 if they do not fit."""
+    """Splits the memory for `@alternating`; `part` is 0 if one does not fit."""
     trainer = next(
         (t for t in memory.trainer_ranks(config, shape) if trainer_fits(t, free - ASLEEP)), None
     )

@@ -15,11 +15,11 @@ from areal.config.experiment import BaseExperimentConfig
 from areal.errors import CannotStart, ConfigError
 
 CPU = "cpu"
-"""`stack.inference_command` that names the CPU engine."""
+"""The value of `stack.inference_command` that selects the CPU engine."""
 SGLANG = ".venv-sglang-gpu"
-"""Of `make sglang-gpu`, beside the environment that this command runs in."""
+"""SGLang as `make sglang-gpu` installs it, beside the environment in which this command runs."""
 _STAMP = ".set-up"
-"""What make leaves there when everything is installed."""
+"""The file that make writes when everything is installed."""
 
 
 class Installed(StrEnum):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROBE_S = 60.0
-"""Importing torch from a cold disk takes most of it."""
+"""Deadline of the probe in seconds; importing torch from a cold disk takes most of it."""
 _DRIVER_S = 20.0
 _NVIDIA = Path("/proc/driver/nvidia/version")
 

@@ -73,8 +73,8 @@ def find_tagged(
 def _in_session(candidate: psutil.Process, leaders: Leaders) -> bool:
     """Whether its session is that of a leader.
 
-    A session's number is not given away while a member lives. Once all are gone another process
-    may get it: then its start differs.
+    A session's number is not reused while a member exists. After that another process may get it:
+    then its start differs.
     """
     session = os.getsid(candidate.pid)
     if session not in leaders:

@@ -20,7 +20,7 @@ FIRST_PORT, LAST_PORT = 20_000, 31_999
 
 
 class PortPicker:
-    """Hands out free ports, each once, and to no other picker of this user while it lives.
+    """Hands out free ports, each once, and to no other picker of this user meanwhile.
 
     Servers take seconds to listen: until then a lock file says that the port is promised.
 
@@ -31,7 +31,7 @@ class PortPicker:
     """
 
     def __init__(self, preferred: Mapping[str, int] | None = None) -> None:
-        """`preferred`: ports of an earlier run, by process name."""
+        """`preferred` has the ports of an earlier run, by process name."""
         self._preferred = preferred or {}
         self._given: set[int] = set(self._preferred.values())
         self._promises: list[int] = []

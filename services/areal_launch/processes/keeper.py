@@ -33,14 +33,14 @@ from areal.orphans import adopt_orphans, die_with_parent, end_children, reap_str
 from areal_launch.processes.log_file import LogFile
 
 _CHUNK = 1 << 16
-# More than a pipe holds: who writes after that has escaped us.
+# More than a pipe holds: a process that writes after that has escaped us.
 _LAST_CHUNKS = 16
 _CANNOT_EXECUTE = 127
 
 
 def keeper_argv(log: Path, argv: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the command that runs `argv` under a keeper."""
-    # -P: a file of the user's beside us must not stand in for a module of Python's.
+    # -P: a file of the user's beside us must not replace a module of Python's.
     return (sys.executable, "-S", "-P", "-m", "areal_launch.processes.keeper", str(log), *argv)
 
 
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
 
 
 def _tell(line: str) -> None:
-    """To the launcher, which may have died meanwhile."""
+    """Tells the launcher, which may have died meanwhile."""
     with suppress(BrokenPipeError):
         os.write(1, f"{line}\n".encode())
     nothing = os.open(os.devnull, os.O_WRONLY)

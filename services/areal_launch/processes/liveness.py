@@ -1,4 +1,4 @@
-"""Does a process that runs still live? Death is an exit; this is about the others: stopped, hung.
+"""Detects processes that have not exited but do nothing: they are stopped, or hang.
 
 A sign of life is an answer, whatever it says: a trainer answers from a thread of its own, through
 the longest step, import or compilation. One that the kernel has stopped gives none, even if its
@@ -20,7 +20,7 @@ import psutil
 from areal_launch.processes.probes import Probe
 
 PULSE_S = 2.0
-# No time counts for longer than this between two looks: then it is we who were paused.
+# Between two checks at most this much time counts; if more passed, this process was paused.
 _MOST_BETWEEN_S = 10.0
 
 

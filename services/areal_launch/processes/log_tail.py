@@ -77,7 +77,7 @@ class LogTail:
     """New whole lines of a file that grows and is rotated; it need not exist yet."""
 
     def __init__(self, file: Path, *, from_end: bool = False) -> None:
-        """`from_end`: leave out what is there now."""
+        """`from_end` leaves out what the file contains now."""
         self._place = LogPlace.end(file) if from_end else LogPlace(file)
         self._rest = b""
 

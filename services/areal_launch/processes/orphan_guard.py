@@ -32,10 +32,10 @@ _GRACE_S = 8.0
 
 
 class Guard:
-    """A guard process whose stdin is held open for as long as this process lives."""
+    """A guard process whose stdin is held open for as long as this process runs."""
 
     def __init__(self, stack_file: Path, stack_id: str, lock: int | None, report: Report) -> None:
-        """`lock`: the run's lock, if held; the guard keeps it until it has cleaned up."""
+        """`lock` is the run's lock, if held; the guard keeps it until it has cleaned up."""
         self._stack_file = stack_file
         self._stack_id = stack_id
         self._lock = lock
@@ -83,7 +83,7 @@ class Guard:
                 self._report("state", "guard", "up")
             except OSError as error:  # no memory, or no process number, for now
                 self._report("warning", "guard", f"cannot be started: {error}; retrying")
-            # A guard that cannot live must not make a busy loop.
+            # A guard that cannot start must not cause a busy loop.
             await asyncio.sleep(1.0)
 
 

@@ -1,4 +1,4 @@
-"""One child process under its keeper: what to start, and one life of it."""
+"""One child process under its keeper: what to start, and one run of it."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Node:
     name: str = ""
     """Its name in the cluster (Slurm, Ray); empty: the launcher's own."""
     address: str = field(default_factory=loopback)
-    """At which the others reach it."""
+    """Address at which other processes reach it."""
     gpus: tuple[str, ...] = ()
-    """As CUDA_VISIBLE_DEVICES names them: indices, UUIDs or slices (MIG)."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them: indices, UUIDs or slices (MIG)."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,22 @@ class ProcessSpec:
     """Unique in the stack, e.g. "inference-0"."""
     argv: tuple[str, ...]
     log: Path
-    """Both output streams are appended here; what no longer fits is in its predecessor."""
+    """The file to which both output streams are appended; what no longer fits is in its
+    predecessor."""
     probe: Probe | None = None
-    """None: up as soon as it is started."""
+    """Checks whether it is up; None: it is up as soon as it has started."""
     address: str = ""
-    """Where it serves, for people and stack.json."""
+    """Address at which it serves, for display and stack.json."""
     metrics: str = ""
     """host:port of its /metrics; may be empty."""
     job: bool = False
-    """Exit code 0 is success, not a death to recover from (the trainer)."""
+    """Whether exit code 0 is a success, not a failure to recover from (the trainer)."""
     stop_grace_s: float = 10.0
     """Seconds from SIGTERM to SIGKILL."""
     environment: Mapping[str, str] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
-    """The nodes that start it, one each, the first with node rank 0; empty: beside the launcher."""
+    """The nodes on each of which one is started, the first with node rank 0; empty: beside the
+    launcher."""
     verdict: Path | None = None
     """Where a process below it says that its input is bad (see `areal.chassis.bad_input`)."""
 
@@ -198,7 +200,7 @@ class Life(Protocol):
     """What the supervisor needs of a process that was started: `Child`, or one elsewhere."""
 
     pid: int
-    """On this machine; 0: on another."""
+    """Process id if it runs on this machine; 0: it runs on another."""
 
     async def wait(self) -> int: ...
 
@@ -208,7 +210,7 @@ class Life(Protocol):
 
 
 Spawn = Callable[[ProcessSpec, str], Awaitable[Life]]
-"""Starts one life of a process of a stack, given the stack's id."""
+"""Starts a process of a stack, given the stack's id."""
 
 
 def last_lines(log: Path, count: int = 3, limit: int = 16384) -> list[str]:

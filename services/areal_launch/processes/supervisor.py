@@ -48,13 +48,14 @@ ResultT = TypeVar("ResultT")
 
 BAD_INPUT = 2
 WINDOW_S = 600.0
-"""Counts only the time that a process is up: starts alone may take longer than this, each."""
+"""Window for counting restarts, in seconds. Only the time that a process is up counts, because each
+start may take longer than this."""
 # Redis, NATS, logs and a small checkpoint begin to fail at once below this.
 LEAST_BYTES = 16 * 1024 * 1024
 WAIT_S = 3600.0
-"""A disk that stays full for this long is given up."""
+"""The run ends if a disk stays full for this many seconds."""
 LOOK_INTERVAL_S = 1.0
-"""Nothing announces free space: it is looked for."""
+"""Seconds between checks for free space, which nothing announces."""
 FreeBytes = Callable[[Path], int]
 """Folder to the bytes that this user may still write there."""
 
@@ -62,14 +63,14 @@ FreeBytes = Callable[[Path], int]
 def free_bytes(folder: Path) -> int:
     """Returns the free bytes of the file system that holds `folder`; ignores quotas.
 
-    A folder that was deleted is created again with the next life: its parent tells.
+    A folder that was deleted is created again at the next start: its parent tells.
     """
     there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
     return shutil.disk_usage(there).free
 
 
 class ProcessState(StrEnum):
-    """Where a supervised process is in its life."""
+    """The states of a supervised process."""
 
     STARTING = "starting"
     UP = "up"
@@ -92,18 +93,20 @@ class RestartPolicy:
     """How often and how fast a process is started again."""
 
     max_restarts: int = 5
-    """Within `WINDOW_S` seconds of being up; one more and the run is given up."""
+    """Restarts within `WINDOW_S` seconds of being up; one more ends the run."""
     ready_timeout_s: float = 120.0
     """Seconds from start to ready."""
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
     silent_s: float = 50.0
-    """A job without a sign of life for this long is killed. Ranks that watch each other need 30 s
-    and some to leave, and name the culprit: they go first."""
+    """A job without a sign of life for this many seconds is killed. Ranks that watch each other
+    need a little over 30 s to end, and they name the rank at fault, so they get the time to do so
+    first."""
     progress_s: float = 10.0
-    """While a process starts, the newest line of its log is shown so often."""
+    """While a process starts, the newest line of its log is shown at this interval, in seconds."""
     steady_s: float = 20.0
-    """A process that was up for this long is not crash-looping: the next delay is the first."""
+    """Seconds after which a process does not count as crash-looping: the next delay is the first
+    one again."""
 
 
 # (level: info | warning | error, process name, text)
@@ -115,7 +118,7 @@ class StackFailure(ArealError):
 
 
 class Supervised:
-    """One process and all its lives."""
+    """One process and all its restarts."""
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class Supervised:
     ) -> None:
         self.spec = spec
         self.vital = True
-        """Whether the stack is given up with it."""
+        """Whether the stack ends if this process is given up."""
         self.state = ProcessState.STOPPED
         self.pid = 0
         self.spawned = 0.0
@@ -141,7 +144,7 @@ class Supervised:
         self._spawn = spawn
         self._free = free
         self._up_s = 0.0
-        """Seconds for which it was up, over all its lives."""
+        """Seconds for which it was up, over all its restarts."""
         self._recent: deque[float] = deque()
         """The value of `_up_s` at each restart."""
         self._in_a_row = 0
@@ -243,7 +246,7 @@ class Supervised:
         return True
 
     async def _live_once(self) -> str | None:
-        """One life; returns why it ended, None when there is nothing to recover from."""
+        """Runs the process once; returns why it ended, None if there is nothing to recover from."""
         self._up.clear()
         self._set(ProcessState.STARTING)
         self._life_begins = LogPlace.end(self.spec.log)
@@ -331,7 +334,7 @@ class Supervised:
                 )
 
     def _judge(self, code: int) -> str | None:
-        """What an exit code means; None when it is final."""
+        """Returns what an exit code means; None if it is final."""
         if self._stopping.is_set():
             return None
         if self.spec.job and code == 0:
@@ -351,7 +354,7 @@ class Supervised:
         return cause
 
     def _next_delay(self) -> float | None:
-        """Seconds to the next start; None: too many already."""
+        """Returns the seconds to the next start; None: there were too many starts already."""
         while self._recent and self._up_s - self._recent[0] > WINDOW_S:
             self._recent.popleft()
         if len(self._recent) >= self._policy.max_restarts:

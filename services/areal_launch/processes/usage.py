@@ -19,9 +19,10 @@ class UsageSampler:
     """
 
     def __init__(self, pids: Callable[[], Mapping[str, int]], interval_s: float = 3.0) -> None:
-        """`pids`: the current pid of each process, by name."""
+        """`pids` returns the current pid of each process, by name."""
         self.peak_mb: dict[str, float] = {}
-        """By process name, and "total": the largest sum at one instant (the launcher's too)."""
+        """Peak memory by process name; "total" is the largest sum at one moment, the launcher
+        included."""
         self.now_mb: dict[str, float] = {}
         self._pids = pids
         self._interval_s = interval_s

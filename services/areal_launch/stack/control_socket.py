@@ -25,7 +25,7 @@ from areal.errors import ArealError, InvalidInput, NotFound, Unavailable, WaitTi
 
 Say = Callable[[str], None]
 Handler = Callable[[dict[str, Any], Say], Coroutine[Any, Any, str]]
-"""Does what a request asks, says what happens meanwhile, returns the last word."""
+"""Performs a request, reports progress meanwhile, and returns the last line."""
 
 _REQUEST_WITHIN_S = 5.0
 _MAX_LINE = 1 << 16

@@ -99,10 +99,11 @@ class LocalStack:
         self.stack_id = f"{config.namespace}:{uuid.uuid4().hex}"
         self.plan = StackPlan(config)
         self.cause = ""
-        """Why it failed, for stack.json."""
+        """Why the stack failed, for stack.json."""
         self.started = time.time()
         self.ready_seconds: float | None = None
-        """From the first process (a model that had to be made does not count) to serving."""
+        """Seconds from the start of the first process to serving; the creation of a model does not
+        count."""
         self.supervisor = Supervisor(
             self.stack_id,
             RestartPolicy(config.stack.max_restarts, config.setup_timeout_s),
@@ -238,7 +239,7 @@ class LocalStack:
         return self.supervisor.processes
 
     def pids(self) -> dict[str, int]:
-        """Process name to pid, of those that run now."""
+        """Returns the pids of running processes, by name."""
         return {n: p.pid for n, p in self.supervisor.processes.items() if p.pid}
 
     def leaders(self) -> dict[int, float]:

@@ -36,8 +36,8 @@ _SERVICES = {
 }
 
 _MEMORY = "mem-fraction-static"
-_ROUTES = "enable-return-routed-experts"
 """SGLang's flag for the part of a GPU's free memory that weights and cache take."""
+_ROUTES = "enable-return-routed-experts"
 
 
 @dataclass
@@ -56,9 +56,9 @@ class StackPlan:
     make_inference: Callable[[int], ProcessSpec] | None = None
     """Describes the process of a server by its index; None if we start none."""
     ports: PortPicker | None = None
-    """Keeps the ports promised while the plan lives."""
+    """Keeps the promised ports reserved as long as the plan exists."""
     capacity: int | None = None
-    """Servers that the nodes have GPUs for; None: it does not depend on GPUs."""
+    """Number of servers that the nodes have GPUs for; None: it does not depend on GPUs."""
 
     def add_inference(self) -> ProcessSpec:
         """Adds a server, with the lowest free name, on a port of its own."""
@@ -142,7 +142,7 @@ def _plan_servers(plan: StackPlan, planner: _Planner) -> None:
 
 
 def _plan_services(plan: StackPlan, planner: _Planner, security: Security) -> None:
-    """Everything but the trainer."""
+    """Plans every process except the trainer."""
     config, endpoints = plan.config, plan.config.endpoints
     folder, picker, placement = planner.folder, planner.picker, planner.placement
     if not endpoints.redis:
@@ -186,14 +186,14 @@ class _Planner:
     placement: Placement
 
     def weight_store(self) -> str:
-        """Where the weight-sync that we start keeps its store; "" when it is another stack's."""
+        """Returns where our weight-sync keeps its store; "" when it is another stack's."""
         if self.config.endpoints.weight_sync:
             return ""
         port = self.picker.pick("weight-sync.store")
         return f"http://{join_address(self.placement.control, port)}"
 
     def service(self, name: str, module: str, port: int = 0) -> ProcessSpec:
-        """`port`: 0 for a free one."""
+        """Plans one service; `port` 0 means a free one."""
         spec = self._ours(name, (module,), self.placement.control, port or self.picker.pick(name))
         return replace(spec, argv=(*spec.argv, "--grace", "8"))
 
@@ -269,7 +269,7 @@ class _Planner:
         )
 
     def _dtype(self, *, own_engine: bool) -> str:
-        """For `--dtype`. The CPU engine decides when it loads the model, which may come later."""
+        """Returns the value of `--dtype`; the CPU engine decides only when it loads the model."""
         model, gpu = self.config.model, self.config.stack.gpus_per_node > 0
         return model.dtype if own_engine else serving_dtype(model.dtype, Path(model.path), gpu=gpu)
 

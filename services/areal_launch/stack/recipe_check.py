@@ -25,7 +25,7 @@ from areal_launch.processes.process import Child, ProcessSpec, last_lines
 from areal_launch.view.output import CheckResult
 
 LIMIT_S = 120.0
-"""For all of it; its parts have limits of their own."""
+"""Deadline of the whole check in seconds; its parts have limits of their own."""
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+)', re.MULTILINE)
 
 
@@ -56,7 +56,7 @@ async def check_recipe(config: BaseExperimentConfig, *, model_later: str) -> lis
         config: Resolved, with its recipe.
         model_later: What brings the model when a run begins; "": it is there.
     """
-    # As torchrun gives them to a lone trainer; and a check is no run to record.
+    # The variables that torchrun sets for a single trainer; and a check is not a run to record.
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "WANDB_MODE": "disabled"}
     environment |= hidden_unless(config.stack.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="areal-check-") as name:
@@ -83,7 +83,7 @@ async def check_recipe(config: BaseExperimentConfig, *, model_later: str) -> lis
 
 
 def _findings(folder: Path, recipe: str, code: int) -> list[Finding]:
-    """What the process wrote, and what its end says."""
+    """Returns the findings that the process wrote, and what its exit code says."""
     file = folder / "findings.jsonl"
     lines: list[dict[str, Any]] = (
         [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []

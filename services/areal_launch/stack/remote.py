@@ -16,7 +16,7 @@ from areal_launch.stack.events import EventLog
 
 @dataclass
 class RemoteStack:
-    """What a display shows of it."""
+    """A stack elsewhere, as a display shows it."""
 
     config: BaseExperimentConfig
     """The configuration with its endpoints, once they are known."""

@@ -17,7 +17,7 @@ from areal_launch.processes.log_tail import LogTail
 
 _LOOK_S = 2.0
 _QUIET_S = 60.0
-"""From one line to the next: a server that is away makes every episode return."""
+"""Least seconds between two lines: if a server is away, every episode is returned."""
 
 
 class ReturnedEpisodes:
@@ -36,7 +36,7 @@ class ReturnedEpisodes:
         self._not_before = 0.0
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Watches for returned episodes until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)  # nothing announces a line of a log
             self.look(time.monotonic())

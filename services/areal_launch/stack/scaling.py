@@ -76,7 +76,7 @@ class Scaler:
     async def _bring(self, spec: ProcessSpec, say: Say) -> None:
         deadline = time.monotonic() + self._plan.config.setup_timeout_s
         try:
-            # Not vital before it serves: a newcomer that cannot live must not end the run.
+            # Not vital before it serves: a new server that cannot start must not end the run.
             self._supervisor.start(spec, vital=False)
             say(f"{spec.name} is starting at {spec.url}")
             await self.admit(spec, deadline)

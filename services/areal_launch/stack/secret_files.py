@@ -113,5 +113,5 @@ def _mapping(file: str) -> dict[str, Any]:
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{key}: expected a mapping of SGLang's flags")
-    # As SGLang takes both spellings, one of them would win by chance.
+    # SGLang takes both spellings, so one of them would win by chance.
     return {str(name).replace("_", "-"): value for name, value in content.items()}

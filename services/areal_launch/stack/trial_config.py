@@ -81,7 +81,7 @@ def _is_free(key: str) -> bool:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key to leaf; an empty section and a list are leaves."""
+    """Maps dotted keys to leaves; an empty section and a list are leaves."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
     flat: dict[str, Any] = {}

@@ -43,7 +43,7 @@ _STYLES = {
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Values as at most `width` block characters; neighbors are averaged."""
+    """Draws values as at most `width` block characters; neighbors are averaged."""
     if not values:
         return ""
     if len(values) > width:
@@ -70,7 +70,7 @@ def count(number: float) -> str:
 
 
 def eta_s(snapshot: Snapshot) -> float | None:
-    """Seconds to the last step at the pace of the last 20; None before there is a pace."""
+    """Returns the seconds to the last step at the pace of the last 20; None before that."""
     pace = recent_mean(snapshot.rows, "time/step")
     if snapshot.trainer is None or not pace:
         return None
@@ -122,7 +122,7 @@ class LiveView:
     """Renders a stack from the latest snapshot."""
 
     def __init__(self, stack: Stack, usage: UsageSampler | None) -> None:
-        """`usage`: None if the processes run elsewhere."""
+        """`usage` is None if the processes run elsewhere."""
         self._stack = stack
         self._usage = usage
         self.snapshot = Snapshot()

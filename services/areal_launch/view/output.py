@@ -24,9 +24,9 @@ class CheckResult(StrEnum):
 
     OK = "ok"
     NOTE = "note"
-    """A run works, with a loss that is named."""
+    """The run works, with a disadvantage that is named."""
     UNKNOWN = "unknown"
-    """Only a run can tell."""
+    """Only a run can show the result."""
     MISSING = "missing"
     FAILED = "failed"
 
@@ -72,7 +72,7 @@ class LastingOutput(io.TextIOBase):
             self._drop()
 
     def _drop(self) -> None:
-        """From now on there is nothing to fail: also what is buffered goes nowhere."""
+        """Sends all further output nowhere, including buffered output, so that nothing can fail."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -80,7 +80,7 @@ class LastingOutput(io.TextIOBase):
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Within it, a vanished reader of the output ends the view and not the work."""
+    """Context in which a vanished reader of the output ends the view and not the work."""
     with ExitStack() as entered:
         for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
             # None: it was closed before this process began (`>&-`).

@@ -124,7 +124,7 @@ def _label(
     offset: tuple[int, int] = (8, 0),
     **alignment: str,
 ) -> None:
-    """Bold text beside a point; by default to the right of a line's end."""
+    """Draws bold text beside a point; by default to the right of a line's end."""
     at = {"xytext": offset, "textcoords": "offset points", "va": "center", **alignment}
     axes.annotate(text, point, color=color, fontweight="bold", fontsize=9, **at)
 

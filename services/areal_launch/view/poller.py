@@ -43,8 +43,8 @@ _SPLITS_BY = "rollout/splits/"
 _WINDOW_S = 15.0
 _QUIET_S = 60.0
 LAST_LOOK_S = 15.0
-"""For the last figures before a stack ends. A busy machine may need seconds for an answer, and a
-service that is gone is known to be at once."""
+"""Deadline in seconds for the last figures before a stack ends. A busy machine may need seconds for
+an answer; a service that has ended is detected at once."""
 
 
 @dataclass
@@ -58,22 +58,22 @@ class Snapshot:
     servers: list[InferenceServer] = field(default_factory=list)
     sync: SyncStatus | None = None
     samples_per_s: float = 0.0
-    """Generated, over the last seconds."""
+    """Samples generated per second, recently."""
     tokens_per_s: float = 0.0
-    """Of finished groups."""
+    """Tokens of finished groups per second, recently."""
     generating: tuple[int, float] | None = None
-    """Requests that servers work on, and the tokens that they sample per second, as the servers
-    say; None: none has answered."""
+    """Requests that servers are processing, and tokens that they sample per second, as the servers
+    report; None: no server has answered."""
     has_trainer: bool = True
     """Whether the stack has one, known or not."""
     problems: dict[str, str] = field(default_factory=dict)
-    """Service to why it did not answer; absent: it did."""
+    """Service -> why it did not answer; a service that answered is absent."""
     waits: dict[str, list[Wait]] = field(default_factory=dict)
-    """Process to what it waits for, the oldest first; only `areal status` asks."""
+    """Process -> what it waits for, the oldest first; only `areal status` asks."""
 
     @property
     def findings(self) -> list[Finding]:
-        """What the rows say against learning."""
+        """Returns signs in the rows that the run cannot learn."""
         return of_rows(self.rows)
 
     @property
@@ -83,7 +83,7 @@ class Snapshot:
 
     @property
     def retried(self) -> int:
-        """Tasks that this run's trainer took up again."""
+        """Returns the number of tasks that this run's trainer queued again."""
         return self.ledger.retried if self.ledger and self._is_of_this_run(self.ledger) else 0
 
     @property
@@ -147,7 +147,7 @@ class StackPoller:
         self._server_listeners: list[Callable[[str], None]] = []
         self._noticed: set[str] = set()
         self._quarantined: dict[str, tuple[bool, float]] = {}
-        """Server to (whether this quarantine was told, when the next line may be)."""
+        """Server -> (whether this quarantine was reported, when the next line may be printed)."""
         self._security = security or Security()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -259,7 +259,7 @@ class StackPoller:
         self.snapshot.generating = await ask_speed(urls, self._security.headers())
 
     def _notice_servers(self, now: float) -> None:
-        """One line when a server is quarantined; a server that flaps is told once in a minute."""
+        """Reports a server that is quarantined in one line; one that flaps once a minute."""
         for server in self.snapshot.servers:
             told, not_before = self._quarantined.get(server.server_id, (False, now))
             if server.state is not ServerState.QUARANTINED:

@@ -15,7 +15,7 @@ from areal_launch.view.poller import Snapshot
 from areal_launch.view.rows import column, mean
 
 _SHOWN = 8
-"""Of an evaluation's means, at the end of a run."""
+"""Number of an evaluation's means that are shown at the end of a run."""
 
 
 def read_results(file: Path) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def build_summary(
     """Puts the summary together; what is unknown is null, never left out.
 
     Args:
-        status: finished, interrupted or failed.
+        status: Finished, interrupted or failed.
         rows: Rows of metrics.jsonl.
         results: Content of trainer.json; every key is copied.
         snapshot: The stack just before it was stopped.
@@ -151,7 +151,7 @@ def continue_summary(
 
 
 def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
-    """How the time is made up, where the run was started more than once."""
+    """Returns how the time is made up if the run was started more than once."""
     if len(invocations) < 2:
         return ""
     last = invocations[-1]
@@ -162,7 +162,7 @@ def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _series(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """One line for each name that a recipe evaluated several times; `held-out` has its own."""
+    """Returns a line for each name that was evaluated several times, except `held-out`."""
     series: dict[str, list[float]] = {}
     for each in evaluations:
         if each["name"] not in ("heldout_before", "heldout_after"):
@@ -174,7 +174,7 @@ def _series(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _pass_at(evaluation: Mapping[str, Any]) -> str:
-    """What the best of several answers earns, if rows had several."""
+    """Returns the reward of the best of several answers, if rows had several."""
     found: Mapping[str, float] = evaluation.get("pass_at") or {}
     return "".join(f", pass@{k} {value:.3f}" for k, value in found.items())
 

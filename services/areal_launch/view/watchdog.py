@@ -1,4 +1,4 @@
-"""Asks processes what they wait for (the outside of `waits.py`), and servers how fast they are."""
+"""Asks processes what they wait for (see `areal.chassis.waits`), and servers how fast they are."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from areal_rollout.check.stand_ins import FirstBatch, StandIns
 from areal_rollout.failures import describe_failure
 
 MAIN_S = 30.0
-"""For `main` to reach its first batch; one that loads more for longer is not judged."""
+"""Seconds that `main` may take to reach its first batch; if it takes longer, it is not judged."""
 # A trainer has these, and its process group; a check need not.
 _TRAINER_ONLY = ("torch", "transformers", "safetensors")
 
@@ -66,7 +66,7 @@ def check(config_file: Path, report: Report, *, model_later: str) -> None:
 
 
 def _single_samples(config: GRPOConfig, workflow: object) -> str:
-    """Why the workflow's groups teach nothing for certain; other classes form their own groups."""
+    """Returns why the groups cannot teach anything; other classes form their own groups."""
     if type(workflow) is not RLVRWorkflow or not computes_advantages(config):
         return ""
     return single_samples(config, workflow.gconfig.n_samples)

@@ -82,7 +82,7 @@ class FakePolicy:
         response.stop_reason = reason
 
     async def wait_ready(self, timeout: float) -> bool:
-        """Always."""
+        """Returns at once: the fake is always ready."""
         return True
 
     async def interrupt(self, timeout: float) -> None:
@@ -104,7 +104,7 @@ class InProcessScorer:
         self._timeout_s = timeout_s
         self._report = report
         self.name = ""
-        """Of the function that was asked for last; "" before the first call."""
+        """Name of the function that was requested last; "" before the first call."""
         self.rewards: list[float] = []
         self.failure: ScoreFailure | None = None
 

@@ -36,7 +36,7 @@ class Report:
         self._of = subject
 
     def found(self, stage: str, verdict: str, said: str, traceback: str = "") -> None:
-        """Adds one finding."""
+        """Adds one finding to the report."""
         self._write(
             {"stage": stage, "of": self._of, "verdict": verdict, "said": said}
             | ({"traceback": traceback} if traceback else {})
@@ -60,7 +60,7 @@ class Report:
             self._in_time()
 
     def end(self) -> None:
-        """Ends the report."""
+        """Ends the report with its last line."""
         self._write({"end": True})
 
     def _in_time(self) -> None:

@@ -37,7 +37,8 @@ from areal_rollout.failures import describe_failure, where_it_waits
 from areal_rollout.results import group_of
 
 WORKFLOW_S = 20.0
-"""Of one episode whose model answers at once; a workflow that waits for more is not judged."""
+"""Seconds for one episode whose model answers at once; a workflow that waits longer is not
+judged."""
 
 
 class RowCheck:
@@ -92,7 +93,7 @@ class RowCheck:
         report.found("packing", "ok", packed)
 
     def _rebuilt(self, sample: Sample) -> tuple[RolloutWorkflow, Task, Any]:
-        """Workflow, task and module as a rollout worker has them: from descriptions."""
+        """Rebuilds workflow, task and module from descriptions, as a rollout worker does."""
         if not isinstance(sample.workflow, RolloutWorkflow):
             kind = type(sample.workflow).__name__
             raise InvalidInput(f"workflow {kind}: expected an object of a RolloutWorkflow class")
@@ -119,7 +120,7 @@ class RowCheck:
         return group_of(episode.result(), lease, workflow.arun_episode)
 
     def _failed(self, error: BaseException, scorer: InProcessScorer) -> None:
-        """Of the reward, when that is what has failed; else of the workflow."""
+        """Returns the failure of the reward, if that has failed; else of the workflow."""
         reward = scorer.failure
         if reward is not None:
             self._report.found("reward", "failed", reward.message, reward.traceback)
@@ -129,7 +130,7 @@ class RowCheck:
         self._report.found("workflow", verdict, failure.detail, failure.traceback)
 
     def _packed(self, group: TrajectoryGroup) -> str:
-        """What the ledger and the trainer check of a group; raises InvalidInput."""
+        """Checks a group as the ledger and the trainer do; raises InvalidInput."""
         payload = pack_group(group)
         if len(payload) > MAX_GROUP_BYTES:
             raise InvalidInput(f"the group has {len(payload)} bytes: at most {MAX_GROUP_BYTES}")

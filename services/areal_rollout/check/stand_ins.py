@@ -108,7 +108,7 @@ class _Module(ModuleType):
 
 
 class _Kind(type):
-    """Of stand-in classes: a recipe may extend them, or call their class methods."""
+    """Metaclass of the stand-ins: a recipe may extend them, or call their class methods."""
 
     _of: StandIns
 
@@ -127,7 +127,7 @@ class _StandIn(metaclass=_Kind):
             self._of.guessed(f"{name}()")
 
     def get_version(self) -> int:
-        """Of a run that begins."""
+        """Returns 0, as at the start of a run."""
         return 0
 
     def __getattr__(self, name: str) -> Any:
@@ -146,7 +146,7 @@ class _StandIn(metaclass=_Kind):
 
 
 class _Rollout(_StandIn):
-    """Where rows and workflow are handed over; as `areal.RemoteSGLangEngine`."""
+    """Receives rows and workflow in the place of `areal.RemoteSGLangEngine`."""
 
     def prepare_batch(
         self, dataloader: Iterable[Any] | None, workflow: Any = None, *_: Any, **__: Any

@@ -23,9 +23,10 @@ from areal_rollout.generation.reading import read_apart
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 STREAM_FROM = 256
-"""Requests that may bring fewer tokens are not streamed: little is lost with their server."""
+"""Requests for fewer tokens are not streamed: little is lost if their server fails."""
 EVENTS = 32
-"""Of a request that uses all its tokens. The bytes are those of one answer times half of this."""
+"""Events of a request that uses all its tokens. The stream has the bytes of one answer times half
+of this number."""
 
 _INDEX = re.compile(rb'"index":\s*(\d+)')
 _VERSION = re.compile(rb'"weight_version":\s*"([^"]*)"')
@@ -36,7 +37,7 @@ LIVE_TOKENS = 8, 128
 
 
 def stream_interval(tokens: int, live: bool = False) -> int:
-    """Tokens from one event to the next; 0: do not stream."""
+    """Returns the tokens from one event to the next; 0: do not stream."""
     if live:
         return min(max(LIVE_TOKENS[0], tokens // EVENTS), LIVE_TOKENS[1])
     return 0 if tokens < STREAM_FROM else max(STREAM_FROM // 8, tokens // EVENTS)
@@ -72,7 +73,7 @@ class Answer:
         self.version = version
         self._count = count
         self.partial: dict[int, bytes] = {}
-        """By sequence: the newest event whose tokens are of known versions."""
+        """For each sequence, the newest event whose tokens have known versions."""
 
     async def read(self, http: aiohttp.ClientResponse) -> bytes:
         """The whole answer as JSON: an object for one sequence, else an array.

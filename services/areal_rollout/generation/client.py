@@ -147,7 +147,7 @@ class SGLangClient:
 
     async def wait_ready(self, timeout: float) -> bool:
         """Whether any server takes traffic, after waiting up to `timeout` seconds for one."""
-        await self._connections.calm(timeout)  # a burst is spread: who would bring more waits
+        await self._connections.calm(timeout)  # a burst is spread: further requests wait
         if not len(self.table):
             await self.table.changed(timeout)
         return len(self.table) > 0
@@ -218,7 +218,7 @@ class SGLangClient:
         avoid: Collection[str],
         deadline: float,
     ) -> None:
-        """Server after server, until the last token of the last answer."""
+        """Tries one server after another, until the last token of the last answer."""
         began = time.monotonic()
         prompt = len(request.input_ids)
         most = min(request.gconfig.max_new_tokens, self.limits.room(prompt))
@@ -317,7 +317,7 @@ class SGLangClient:
         deadline: float,
         on_tokens: OnTokens | None,
     ) -> bool:
-        """One /generate call; appends its tokens and returns whether every answer has ended."""
+        """Makes one /generate call, appends its tokens, returns whether every answer has ended."""
         # The number first: SGLang aborts by prefix, so no id may begin another.
         tail = f"{self._name}-{request.rid or 'areal'}"
         rids = [f"{next(self._numbers)}-{tail}" for _ in responses]
@@ -365,7 +365,7 @@ class SGLangClient:
             if isinstance(error, ServerBusy):
                 self.table.failed(server)
                 raise
-            # Of the server's: it lacks the adapter that it was listed with.
+            # The server is at fault if it lacks the adapter that it was listed with.
             lacks = isinstance(error, InvalidInput) and adapter and adapter in str(error)
             blamed = ServerError(str(error)) if lacks else error
             failure = self._judged(blamed, server, scope, deadline, began)
@@ -400,11 +400,11 @@ class SGLangClient:
         deadline: float,
         began: float,
     ) -> BaseException:
-        """What went wrong, in our words; a server that is to blame is reported."""
+        """Returns what went wrong, in our words; reports a server that is to blame."""
         if isinstance(error, TimeoutError) and not scope.expired():  # aiohttp's own
             error = ServerError("no connection within 5 s")
         elif isinstance(error, TimeoutError):
-            if asyncio.get_running_loop().time() < deadline:  # not too late, but given up
+            if asyncio.get_running_loop().time() < deadline:  # not too late, but abandoned
                 return ServerError(f"request given up: {server.note}")
             hint = "rollout.request_timeout_s"
             error = WaitTimeout("its tokens", on=server.url, since=began, hint=hint)
@@ -466,7 +466,7 @@ class SGLangClient:
 
 
 def _unfinished(responses: Sequence[LLMResponse], most: int) -> list[LLMResponse]:
-    """Those that may still get tokens; `most` is the number that ends one."""
+    """Returns answers that may still get tokens; one with `most` tokens has ended."""
     pending = []
     for response in responses:
         if response.stop_reason is not StopReason.ABORT:

@@ -35,7 +35,7 @@ _CONNECT_S = 5.0
 _LATE_S = 0.5
 _OWN_DELAYS = 3
 RESERVED_FILES = 512
-"""For everything but requests: aborts, idle connections, gRPC, logs."""
+"""Descriptors for everything but requests: aborts, idle connections, gRPC, logs."""
 
 
 class _Connector(aiohttp.TCPConnector):

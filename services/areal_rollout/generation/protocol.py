@@ -33,13 +33,13 @@ class ModelLimits:
 
     vocab_size: int
     context_length: int
-    """Prompt and output together, in tokens."""
+    """Longest prompt and output together, in tokens."""
     eos_token_ids: tuple[int, ...] = ()
     model: str = ""
-    """Its name, for traces."""
+    """The model's name, for traces."""
     routes: RouteShape | None = None
-    """Of a mixture of experts whose servers are asked which experts they chose; None: they are
-    not."""
+    """Shape of a mixture of experts whose servers are asked which experts they chose; None: they
+    are not asked."""
 
     def room(self, prompt: int) -> int:
         """Returns how many tokens may follow a prompt of that length; below 1: it is too long.
@@ -78,7 +78,7 @@ def sampling_params(
     stream_interval: int = 0,
     grammar: str = "",
 ) -> dict[str, Any]:
-    """SGLang's `sampling_params` for what is left of a request.
+    """Returns SGLang's `sampling_params` for the rest of a request.
 
     Args:
         gconfig: The workflow's settings.
@@ -306,7 +306,7 @@ class _Segment:
 
 
 def _sampled(answer: Any, vocab_size: int) -> tuple[list[int], list[float]]:
-    """Tokens and logprobs that belong together, from 0 to the vocabulary's end."""
+    """Returns tokens and logprobs that belong together, from 0 to the vocabulary's end."""
     tokens: list[int] = answer["output_ids"]
     entries = answer["meta_info"]["output_token_logprobs"]
     logprobs = [float(entry[0]) for entry in entries]
@@ -319,7 +319,7 @@ def _sampled(answer: Any, vocab_size: int) -> tuple[list[int], list[float]]:
 
 @contextmanager
 def _believing(raw: bytes) -> Iterator[None]:
-    """Whatever is wrong with an answer's shape is the server's error."""
+    """Context in which an answer of a wrong shape counts as the server's error."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:

@@ -25,7 +25,7 @@ from areal.model_directory import RouteShape
 from areal.types import LLMRequest, LLMResponse
 
 MAX_CALL_BYTES = 256 * 1024 * 1024
-"""Routes are asked for if those of the longest answers to a call take at most so many bytes."""
+"""Routes are requested if those of the longest answers to a call take at most this many bytes."""
 _WIDE = np.dtype("<i4")
 _PART = 1 << 20
 """Characters of base64 that are read at once; a multiple of 4."""
@@ -41,7 +41,7 @@ class Routing:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of the request's body."""
+        """Returns the fields of the request's body."""
         return {"return_routed_experts": True, "routed_experts_start_len": self.start}
 
     def add(self, response: LLMResponse, answer: Any) -> None:
@@ -53,7 +53,7 @@ class RouteReader:
     """Asks for routes, and adds those of answers to responses; never raises."""
 
     def __init__(self, shape: RouteShape) -> None:
-        """`shape`: that of the model that servers have."""
+        """`shape` is that of the model on the servers."""
         self._shape = shape
         self._log = get_logger(__name__)
         self._said: set[str] = set()

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 from yarl import URL
 
-# With more servers than this, the least loaded of so many drawn at random: nearly as even as
+# With more servers than this, the least loaded of this many random ones: nearly as even as
 # scanning all (Mitzenmacher, "The power of two choices", 2001), at a cost that does not grow.
 _DRAWN = 4
 _AFFINITIES = 50_000
-# A group stays together up to so many requests more than twice the load of another server.
+# A group stays on a server with up to this many requests more than twice another's load.
 _PATIENCE = 16
 
 
@@ -39,7 +39,7 @@ class Server:
     """Name of the adapter that is this version; empty: its weights are."""
     serving: bool = False
     note: str = ""
-    """State and cause, for messages."""
+    """State and cause, for error messages."""
     outstanding: int = 0
     """Tokens of this process's requests that run there: prompts, and tokens still to generate."""
     running: set[asyncio.Timeout] = field(default_factory=set)

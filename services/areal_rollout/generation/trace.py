@@ -94,7 +94,7 @@ def _of_segment(
     known: Sequence[int],
     failure: str,
 ) -> dict[str, Any]:
-    """What a segment brought beyond the tokens `known` before it."""
+    """Returns what a segment added to the `known` tokens before it."""
     at = urlsplit(server.url)
     # A server's version only rises.
     versions = sorted(

@@ -44,7 +44,7 @@ _LIMITS = Limits(
     disk_mb=512,
     cpu_seconds=86_400,
 )
-"""Of a box that the SDK asks for: it can name none."""
+"""Limits of a box that the SDK requests; the SDK cannot set them."""
 
 
 class E2BApp(HttpApp):

@@ -31,7 +31,7 @@ _SIGNALS = {"SIGNAL_SIGTERM": signal.SIGTERM, "SIGNAL_SIGKILL": signal.SIGKILL}
 
 
 class Process:
-    """The service process.Process."""
+    """E2B's service `process.Process`: runs commands."""
 
     def __init__(self, leases: Leases, lease: Lease) -> None:
         self._leases, self._lease = leases, lease
@@ -43,7 +43,7 @@ class Process:
         }
 
     async def start(self, request: Json, seconds: float) -> AsyncIterator[Json]:
-        """Runs a command; it goes on if its caller leaves. `seconds`: at most; 0: its lease."""
+        """Runs a command; it continues if its caller leaves. `seconds`: at most; 0: its lease."""
         if request.get("pty"):
             raise InvalidInput("pty: boxes have no terminals; use commands")
         config = field(request, "process", dict)
@@ -75,7 +75,7 @@ class Process:
         yield {}
 
     async def list(self, _: Json) -> Json:
-        """Returns what runs."""
+        """Returns the commands that are running."""
         return {"processes": [_info(each) for each in self._lease.box.commands.values()]}
 
     async def send_input(self, request: Json) -> Json:
@@ -125,7 +125,7 @@ class Process:
 
 
 class Filesystem:
-    """The service filesystem.Filesystem."""
+    """E2B's service `filesystem.Filesystem`: lists and changes files."""
 
     def __init__(self, lease: Lease) -> None:
         self._files = Files(lease)
@@ -168,7 +168,7 @@ class Filesystem:
 
 
 def entry(found: Entry) -> Json:
-    """Returns an EntryInfo."""
+    """Converts an entry to E2B's EntryInfo."""
     link = {"isSymlink": True, "symlinkTarget": found.target} if found.target else {}
     return {
         "name": PurePosixPath(found.path).name,

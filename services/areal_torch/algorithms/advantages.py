@@ -24,7 +24,7 @@ _BLOCK = 256
 
 
 def sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum token values over each sequence, float64 [S]."""
+    """Sums token values over each sequence, float64 [S]."""
     totals = torch.zeros(len(cu_seqlens), dtype=torch.float64, device=values.device)
     sums = totals[:-1]
     return sums.index_add_(0, sequence_index(cu_seqlens), values.double())
@@ -84,7 +84,7 @@ def _discounted_prefix_sums_(x: Tensor, starts: Tensor, c: float) -> Tensor:
 
 
 def _piece_sums(x: Tensor, starts: Tensor) -> Tensor:
-    """Sum x from each of `starts` up to the next."""
+    """Sums x from each of `starts` up to the next."""
     lengths = torch.diff(starts, append=starts.new_tensor([x.numel()]))
     return torch.segment_reduce(x, "sum", lengths=lengths)
 
@@ -99,7 +99,7 @@ def gae(
     values: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute generalized advantage estimates (arXiv 1506.02438) over the tokens with `loss_mask`.
+    """Computes generalized advantage estimates (arXiv 1506.02438) over the tokens with `loss_mask`.
 
     delta_t = r_t + discount * V_next - V_t; A_t = delta_t + discount * gae_lambda * A_next, where
     "next" is the next token with `loss_mask` of the same sequence.
@@ -150,7 +150,7 @@ def gae(
 def overlong_penalty(
     response_lengths: Tensor, overlong_tokens: int, max_response_tokens: int, factor: float
 ) -> Tensor:
-    """Return DAPO's soft length penalty (arXiv 2503.14476, equation 13), float64 [S], <= 0.
+    """Returns DAPO's soft length penalty (arXiv 2503.14476, equation 13), float64 [S], <= 0.
 
     0 up to max_response_tokens - overlong_tokens, then linear down to -factor at
     max_response_tokens, and -factor beyond (AReaL's keeps falling there). Lengths are generated
@@ -163,16 +163,16 @@ def overlong_penalty(
 def shape_scores(
     batch: Batch, config: PPOActorConfig, process_group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Turn token rewards into one shaped score per sequence.
+    """Turns token rewards into one shaped score per sequence.
 
     The order is AReaL's: overlong penalty, (reward + bias) * scaling, clip, normalization; then 0
     for truncated sequences if `mask_no_eos_with_zero`.
 
     Args:
-        batch: needs rewards, loss_mask, cu_seqlens, group_index (and truncated for
+        batch: Needs rewards, loss_mask, cu_seqlens, group_index (and truncated for
             `mask_no_eos_with_zero`).
-        config: the reward_* and overlong_* fields.
-        process_group: data-parallel group for batch-level normalization, or None.
+        config: The reward_* and overlong_* fields.
+        process_group: Data-parallel group for batch-level normalization, or None.
 
     Returns:
         Shaped scores, and their slopes: what a reward added to a sequence, all others and the
@@ -213,7 +213,7 @@ def shape_scores(
 def place_scores(
     rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, scores: Tensor, slopes: Tensor
 ) -> Tensor:
-    """Return token rewards whose sum over each sequence is its shaped score.
+    """Returns token rewards whose sum over each sequence is its shaped score.
 
     Rewards before the last generated token (process rewards) keep their place and are scaled as
     the score was; the last generated token takes the rest. Without discount, a token's advantage

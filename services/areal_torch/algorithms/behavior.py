@@ -16,12 +16,12 @@ from areal_torch.algorithms.packing import sequence_index
 
 MAX_LOG_RATIO = 20.0
 """e^20 = 4.9e8: far above any clip range or cap, far below what float32 and its squares hold."""
-# Of a range of 401: to a distance of 2e-16.
+# Each halves a range of 401; after 61, its width is 2e-16.
 _HALVINGS = 61
 
 
 def masked_difference(a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
-    """Return a - b, and 0 off the mask, whatever the values there are."""
+    """Returns a - b, and 0 off the mask, whatever the values there are."""
     return torch.where(mask, a - b, 0.0)
 
 
@@ -35,7 +35,7 @@ def behavior_weight(
     mode: str = "token_mask",
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute w = exp(proximal - behavior), the importance weight of a token or a sequence.
+    """Computes w = exp(proximal - behavior), the importance weight of a token or a sequence.
 
     A sequence's weight is the product of its loss tokens' (as in verl and TRL; AReaL takes their
     geometric mean, which lies near 1 and corrects for little).
@@ -44,7 +44,7 @@ def behavior_weight(
         proximal_logprobs: float [T].
         behavior_logprobs: float [T].
         loss_mask: bool [T].
-        cap: largest weight; None: any.
+        cap: Largest weight; None: any.
         mode: `token_mask` and `sequence_mask` leave out what is above the cap, `token_truncate` and
             `sequence_truncate` give it the cap as weight.
         cu_seqlens: int [S+1]; used by the sequence modes, which need it.
@@ -79,7 +79,7 @@ def second_moment_mask(
     threshold: float,
     process_group: Any = None,
 ) -> Tensor:
-    """Choose the tokens that M2PO trains on (arXiv 2510.01161).
+    """Chooses the tokens that M2PO trains on (arXiv 2510.01161).
 
     With m = (policy - behavior)^2, tokens are left out from the largest m on, until the mean of
     the others is below the threshold. The choice is made over the batch of all ranks (AReaL makes
@@ -90,8 +90,8 @@ def second_moment_mask(
         policy_logprobs: float [T], just before the optimizer step.
         behavior_logprobs: float [T].
         loss_mask: bool [T].
-        threshold: upper bound for the mean over the kept tokens.
-        process_group: data-parallel group, or None.
+        threshold: Upper bound for the mean over the kept tokens.
+        process_group: Data-parallel group, or None.
 
     Returns:
         Bool [T], false off the mask.
@@ -102,7 +102,7 @@ def second_moment_mask(
     sums = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])
 
     def below(limit: Tensor) -> bool:
-        """Return whether the mean of all values that are at most `limit` is below the threshold."""
+        """Whether the mean of all values that are at most `limit` is below the threshold."""
         count = torch.searchsorted(ordered, limit, right=True)
         total = torch.stack([sums[count], count.double()])
         total = sum_over_ranks(total, process_group)
@@ -129,19 +129,19 @@ def mismatch(
     cu_seqlens: Tensor,
     version: int,
 ) -> dict[str, Tensor]:
-    """Compare the sampler's logprobs with the trainer's where both used the same weights.
+    """Compares the sampler's logprobs with the trainer's where both used the same weights.
 
     These are the sequences whose tokens were all sampled by `version`. In any other sequence the
     weights have changed since, or the keys and values of earlier tokens come from older weights.
     Its logprobs are expected to differ, and `behavior_weight` corrects for that.
 
     Args:
-        policy_logprobs: logprobs under the weights `version`, [T].
-        behavior_logprobs: the server's, [T].
-        token_versions: the sampler's versions, [T]; any number where not sampled.
-        loss_mask: the sampled tokens, [T] bool.
-        cu_seqlens: bounds of the packed sequences, [n + 1].
-        version: the trainer's, before the update.
+        policy_logprobs: Logprobs under the weights `version`, [T].
+        behavior_logprobs: The server's, [T].
+        token_versions: The sampler's versions, [T]; any number where not sampled.
+        loss_mask: The sampled tokens, [T] bool.
+        cu_seqlens: Bounds of the packed sequences, [n + 1].
+        version: The trainer's, before the update.
 
     Returns:
         Sums over the tokens compared: `mismatch_kl` (of sampler || trainer, r - 1 - log r with
@@ -171,7 +171,7 @@ def loglinear_proximal_logprobs(
     loss_mask: Tensor,
     proximal_version: int,
 ) -> Tensor:
-    """Approximate proximal logprobs between behavior and policy, without a forward pass (A-3PO).
+    """Approximates proximal logprobs between behavior and policy, without a forward pass (A-3PO).
 
     With v_b the version that sampled a token, v_p the version at the start of the update and v =
     v_p + 1 the version that the update makes: alpha = clip((v_p - v_b) / (v - v_b), 0, 1) and

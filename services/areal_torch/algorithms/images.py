@@ -23,7 +23,7 @@ def has_images(batch: dict[str, Tensor]) -> bool:
 
 
 def of_groups(batch: dict[str, Tensor], group_index: Tensor) -> dict[str, Tensor]:
-    """Return the image keys of some groups of a batch; an empty dict if the batch has none."""
+    """Returns the image keys of some groups of a batch; an empty dict if the batch has none."""
     if "image_group" not in batch:
         return {}
     kept = torch.isin(batch["image_group"], group_index)
@@ -36,10 +36,10 @@ def of_groups(batch: dict[str, Tensor], group_index: Tensor) -> dict[str, Tensor
 
 
 def check_images(batch: dict[str, Tensor]) -> None:
-    """Check the image keys of a batch against each other.
+    """Checks the image keys of a batch against each other.
 
     Raises:
-        InvalidInput: one is missing or has another shape than the others say.
+        InvalidInput: One is missing or has another shape than the others say.
     """
     found = IMAGE_KEYS & batch.keys()
     if not found:

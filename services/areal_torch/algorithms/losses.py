@@ -30,15 +30,15 @@ from areal_torch.algorithms.behavior import MAX_LOG_RATIO, masked_difference
 from areal_torch.algorithms.packing import sequence_index
 
 LossResult = tuple[Tensor, dict[str, Tensor]]
-"""Sums over loss tokens: of the loss, with gradient, and of statistics."""
+"""Sums over loss tokens: the loss, with gradient, and statistics."""
 TokenLosses = tuple[Tensor, dict[str, Tensor]]
-"""The same of each token, [T]."""
+"""The same for each token, [T]."""
 
 
 def add_up(
     losses: Tensor, stats: Mapping[str, Tensor], loss_mask: Tensor, weight: Tensor | None = None
 ) -> LossResult:
-    """Return the sums over loss tokens.
+    """Returns the sums over loss tokens.
 
     Args:
         losses: float [T], with gradient; off the mask anything, even NaN.
@@ -60,7 +60,7 @@ def add_up(
 
 
 def _sequence_means(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Replace each token's value by the mean over its sequence's masked tokens."""
+    """Replaces each token's value by the mean over its sequence's masked tokens."""
     owner = sequence_index(cu_seqlens)
     zeros = values.new_zeros(len(cu_seqlens) - 1)
     totals = zeros.index_add(0, owner, torch.where(mask, values, 0.0))
@@ -75,7 +75,7 @@ class _WithGradient(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, value: Tensor, gradient: Tensor, factor: Tensor | None
     ) -> Tensor:
-        """Return `value`; its derivative by `x` is `gradient` times `factor`."""
+        """Returns `value`; its derivative by `x` is `gradient` times `factor`."""
         del x
         ctx.save_for_backward(gradient, factor)
         return value.clone()
@@ -90,7 +90,7 @@ class _WithGradient(torch.autograd.Function):
 def with_gradient(
     x: Tensor, value: Tensor, gradient: Tensor, factor: Tensor | None = None
 ) -> Tensor:
-    """Return `value`, a scalar or of x's shape, with a given derivative with respect to `x`.
+    """Returns `value`, a scalar or of x's shape, with a given derivative with respect to `x`.
 
     The derivative is `gradient`, times `factor` if there is one. The two are multiplied in this
     order, after the derivative that arrives: as autograd would for `-advantage * exp(x)`, to the
@@ -109,7 +109,7 @@ def token_weights(
     sequences: float,
     max_tokens: int,
 ) -> Tensor:
-    """Return weights of tokens that turn the engine's mean over tokens into another mean.
+    """Returns weights of tokens that turn the engine's mean over tokens into another mean.
 
     `sequence_mean`: the mean of the sequences' means. `constant`: the mean of the sequences' sums,
     each divided by `max_tokens` (Dr. GRPO). Sequences without loss tokens do not count.
@@ -118,9 +118,9 @@ def token_weights(
         loss_mask: bool [T].
         cu_seqlens: int [S+1].
         aggregation: `sequence_mean` or `constant`.
-        tokens: loss tokens of all ranks' shares of the minibatch: the engine's divisor.
-        sequences: sequences with loss tokens of all ranks' shares.
-        max_tokens: the constant.
+        tokens: Loss tokens of all ranks' shares of the minibatch: the engine's divisor.
+        sequences: Sequences with loss tokens of all ranks' shares.
+        max_tokens: The constant.
 
     Returns:
         Float64 [T], 0 off the mask.
@@ -160,9 +160,9 @@ def ppo_actor_loss(
         proximal_logprobs: float [T].
         advantages: float [T].
         loss_mask: bool [T].
-        eps_clip: lower (and default upper) clip range.
-        eps_clip_higher: upper clip range.
-        c_clip: dual clip, > 1; None: off.
+        eps_clip: Lower (and default upper) clip range.
+        eps_clip_higher: Upper clip range.
+        c_clip: Dual clip, > 1; None: off.
 
     Returns:
         Loss of each token, [T], and statistics.
@@ -216,7 +216,7 @@ def _clipped(
     eps_clip_higher: float | None,
     c_clip: float | None,
 ) -> TokenLosses:
-    """`ppo_actor_loss` of a log ratio without gradient that is `x` plus a constant."""
+    """Computes `ppo_actor_loss` for a log ratio without gradient that is `x` plus a constant."""
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
     with torch.no_grad():
         beyond = log_ratio.abs() > MAX_LOG_RATIO
@@ -294,7 +294,7 @@ def sapo_loss(
 def _ratios(
     policy_logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Clamped log ratios, ratios, and their statistics."""
+    """Returns clamped log ratios, ratios, and their statistics."""
     log_ratio = masked_difference(policy_logprobs, proximal_logprobs, loss_mask)
     ratio = log_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     stats = {"ppo_ratio": ratio, "approx_kl": torch.expm1(log_ratio).sub_(log_ratio)}
@@ -321,7 +321,7 @@ def value_loss(
         center_values: float [T], those at the start of the update.
         returns: float [T].
         loss_mask: bool [T].
-        eps_clip: beyond this distance from the center a value has no gradient towards the return.
+        eps_clip: Beyond this distance from the center a value has no gradient towards the return.
 
     Returns:
         The sum over tokens with `loss_mask`; statistic `clip_ratio`.

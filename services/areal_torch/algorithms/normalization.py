@@ -15,7 +15,7 @@ _EPS = 1e-5
 
 
 def sum_over_ranks(values: Tensor, process_group: Any) -> Tensor:
-    """Sum a CPU tensor over the ranks of a group, in place; with None, over this process alone."""
+    """Sums a CPU tensor over the ranks of a group, in place; with None, over this process alone."""
     if process_group is not None:
         dist.all_reduce(values, group=process_group)
     return values
@@ -24,10 +24,10 @@ def sum_over_ranks(values: Tensor, process_group: Any) -> Tensor:
 def masked_mean_std(
     values: Tensor, mask: Tensor, process_group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of the masked values on all ranks.
+    """Returns mean and standard deviation of the masked values on all ranks.
 
     Args:
-        values: any shape.
+        values: Any shape.
         mask: bool, the shape of `values`.
         process_group: torch.distributed group to sum over; None: this process alone.
 
@@ -47,13 +47,13 @@ def masked_mean_std(
 def normalize_tokens(
     values: Tensor, mask: Tensor, norm: AdvantageNorm, process_group: Any = None
 ) -> Tensor:
-    """Normalize token values over the whole batch: (x - mean) / (std + eps) on `mask`, 0 elsewhere.
+    """Normalizes token values over the whole batch: (x - mean) / (std + eps) on `mask`, else 0.
 
     Args:
         values: float [T].
         mask: bool [T].
         norm: MEAN/STD.
-        process_group: data-parallel group, or None.
+        process_group: Data-parallel group, or None.
 
     Returns:
         A tensor of the shape and dtype of `values`.
@@ -71,7 +71,7 @@ def normalize_tokens(
 def center_and_scale(
     scores: Tensor, group_index: Tensor, norm: RewardNorm, process_group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Find the center and the scale of each sequence's score: (score - center) / scale.
+    """Finds the center and the scale of each sequence's score: (score - center) / scale.
 
     Groups have their actual sizes: a group that lost members to rejection is normalized over the
     rest. The center of a group of one that is left out of its own mean is its score. The standard
@@ -87,7 +87,7 @@ def center_and_scale(
         scores: float [S].
         group_index: int64 [S]; any integers, groups need not be contiguous.
         norm: MEAN/STD.
-        process_group: data-parallel group for `batch` levels, or None. Groups never span ranks.
+        process_group: Data-parallel group for `batch` levels, or None. Groups never span ranks.
 
     Returns:
         Center and scale (> 0, 1e-5 included), float64 [S] each.

@@ -55,11 +55,11 @@ from areal_torch.algorithms import images
 Batch = dict[str, Tensor]
 
 ROUTES = "routed_experts"
-"""The key of the server's choice of experts, which the policy's forward passes replay."""
+"""Key of the experts that the server chose, which the policy's forward passes replay."""
 
 SEQUENCE_KEYS = frozenset({"group_index", "truncated", "bootstrap_values", "chosen"})
-"""Keys with one entry per sequence, as have those that begin with `sequence_`; all others except
-`cu_seqlens` have one entry per token."""
+"""Keys with one entry per sequence; those that begin with `sequence_` have one as well. All others
+except `cu_seqlens` have one entry per token."""
 
 _KEYS_OF_TOKENS = frozenset(
     {"input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rewards"}
@@ -87,34 +87,34 @@ _TRAJECTORY_KEYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versio
 
 
 def sequence_lengths(batch: Batch) -> Tensor:
-    """Return the number of tokens of each sequence, int64 [S]."""
+    """Returns the number of tokens of each sequence, int64 [S]."""
     return batch["cu_seqlens"].diff().long()
 
 
 def sequence_index(cu_seqlens: Tensor) -> Tensor:
-    """Return the sequence that each token belongs to, int64 [T]."""
+    """Returns the sequence that each token belongs to, int64 [T]."""
     lengths = cu_seqlens.diff().long()
     count = torch.arange(len(lengths), device=cu_seqlens.device)
     return torch.repeat_interleave(count, lengths)
 
 
 def position_ids(cu_seqlens: Tensor) -> Tensor:
-    """Return each token's offset in its own sequence, int64 [T]."""
+    """Returns each token's offset in its own sequence, int64 [T]."""
     total = int(cu_seqlens[-1])
     starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long())
     return torch.arange(total, device=cu_seqlens.device) - starts
 
 
 def pack(sequences: Sequence[Mapping[str, Any]], group_index: Sequence[int] | None = None) -> Batch:
-    """Join sequences into one batch.
+    """Joins sequences into one batch.
 
     Args:
-        sequences: each maps token keys to 1-D tensors or lists of one length; all have the same
+        sequences: Each maps token keys to 1-D tensors or lists of one length; all have the same
             keys.
-        group_index: group of each sequence; default: each sequence is a group of its own.
+        group_index: Group of each sequence; default: each sequence is a group of its own.
 
     Raises:
-        InvalidInput: no sequences, differing keys, or differing lengths within a sequence.
+        InvalidInput: No sequences, differing keys, or differing lengths within a sequence.
     """
     if not sequences:
         raise InvalidInput("sequences=[]: expected at least one sequence to pack")
@@ -147,7 +147,7 @@ def pack(sequences: Sequence[Mapping[str, Any]], group_index: Sequence[int] | No
 
 
 def unpack(batch: Batch) -> list[dict[str, Tensor]]:
-    """Split a batch into its sequences: the inverse of `pack` (views; only keys of tokens)."""
+    """Splits a batch into its sequences: the inverse of `pack` (views; only keys of tokens)."""
     sizes = sequence_lengths(batch).tolist()
     other = images.IMAGE_KEYS | {"cu_seqlens"}
     keys = [key for key in batch if key not in other and not of_sequence(key)]
@@ -212,10 +212,10 @@ def _empty_batch() -> Batch:
 
 
 def check_batch(batch: Batch) -> None:
-    """Check the shapes of a batch.
+    """Checks the shapes of a batch.
 
     Raises:
-        InvalidInput: a required key is missing, or a tensor's length contradicts `cu_seqlens`; the
+        InvalidInput: A required key is missing, or a tensor's length contradicts `cu_seqlens`; the
             message names the key, its shape and the expected one.
     """
     for key in ("cu_seqlens", "group_index", "input_ids", "loss_mask"):
@@ -252,7 +252,7 @@ def check_batch(batch: Batch) -> None:
 
 
 def token_index(batch: Batch, indices: Sequence[int]) -> Tensor:
-    """Return the positions of the tokens of the given sequences, in the given order, int64."""
+    """Returns the positions of the tokens of the given sequences, in the given order, int64."""
     device = batch["cu_seqlens"].device
     chosen = torch.as_tensor(list(indices), dtype=torch.int64, device=device)
     lengths = sequence_lengths(batch)[chosen]
@@ -263,7 +263,7 @@ def token_index(batch: Batch, indices: Sequence[int]) -> Tensor:
 
 
 def select(batch: Batch, indices: Sequence[int]) -> Batch:
-    """Return the batch of the given sequences, in the given order (a copy)."""
+    """Returns the batch of the given sequences, in the given order (a copy)."""
     chosen = torch.as_tensor(list(indices), dtype=torch.int64, device=batch["cu_seqlens"].device)
     tokens = token_index(batch, indices)
     result = {
@@ -278,7 +278,7 @@ def select(batch: Batch, indices: Sequence[int]) -> Batch:
 
 
 def dummy_like(batch: Batch) -> Batch:
-    """Return one two-token sequence of zeros with the keys of `batch`.
+    """Returns one two-token sequence of zeros with the keys of `batch`.
 
     A rank with fewer micro-batches than the others runs it with weight 0, so that all ranks take
     part in the same collectives.
@@ -294,22 +294,22 @@ def dummy_like(batch: Batch) -> Batch:
 
 
 def cost(lengths: Sequence[int], pair_cost: float) -> float:
-    """Return the cost of computing sequences, in tokens.
+    """Returns the cost of computing sequences, in tokens.
 
     Args:
-        lengths: tokens of each sequence.
-        pair_cost: attention cost of a pair of tokens in one sequence, divided by the other cost of
+        lengths: Tokens of each sequence.
+        pair_cost: Attention cost of a pair of tokens in one sequence, divided by the other cost of
             a token; about 1 / (12 x hidden size).
     """
     return sum(length + pair_cost * length * length for length in lengths)
 
 
 def assign_groups(lengths: Sequence[float], world_size: int) -> list[list[int]]:
-    """Deal groups to ranks so that their costs are balanced (longest processing time first).
+    """Deals groups to ranks so that their costs are balanced (longest processing time first).
 
     Args:
-        lengths: tokens of each group, or its `cost`.
-        world_size: number of ranks.
+        lengths: Tokens of each group, or its `cost`.
+        world_size: Number of ranks.
 
     Returns:
         For each rank the ascending indices of its groups. Deterministic: every rank computes the
@@ -326,13 +326,13 @@ def assign_groups(lengths: Sequence[float], world_size: int) -> list[list[int]]:
 
 
 def group_units(batch: Batch) -> list[list[int]]:
-    """Return runs of neighboring sequences that belong to one group."""
+    """Returns runs of neighboring sequences that belong to one group."""
     groups = enumerate(batch["group_index"].tolist())
     return [[index for index, _ in run] for _, run in groupby(groups, key=lambda item: item[1])]
 
 
 def split_minibatches(batch: Batch, count: int) -> list[list[int]]:
-    """Deal the groups of a batch into `count` minibatches balanced by tokens.
+    """Deals the groups of a batch into `count` minibatches balanced by tokens.
 
     Returns:
         For each minibatch the ascending indices of its sequences. A batch with fewer groups than
@@ -349,7 +349,7 @@ def split_minibatches(batch: Batch, count: int) -> list[list[int]]:
 def split_micro_batches(
     batch: Batch, max_tokens: int, min_count: int = 1, pair_cost: float = 0.0
 ) -> list[list[int]]:
-    """Cut a batch into micro-batches of at most `max_tokens` tokens (best fit, longest first).
+    """Cuts a batch into micro-batches of at most `max_tokens` tokens (best fit, longest first).
 
     Groups stay together where they fit, so that their common prefixes are computed once. Where
     that makes fewer micro-batches than `min_count`, the largest is split until there are enough:
@@ -357,11 +357,11 @@ def split_micro_batches(
     of micro-batches with balanced costs, if such a deal fits the budget.
 
     Args:
-        batch: the batch.
-        max_tokens: token budget; a longer sequence, or pair, forms a micro-batch of its own.
-        min_count: smallest number of micro-batches (fewer only if there are fewer sequences, or
+        batch: The batch.
+        max_tokens: Token budget; a longer sequence, or pair, forms a micro-batch of its own.
+        min_count: Smallest number of micro-batches (fewer only if there are fewer sequences, or
             with pairs, which are not split further).
-        pair_cost: see `cost`.
+        pair_cost: See `cost`.
 
     Returns:
         For each micro-batch the ascending indices of its sequences; deterministic, none empty. The
@@ -388,7 +388,7 @@ def split_micro_batches(
 def _balance(
     sizes: Sequence[int], costs: Sequence[float], count: int, capacity: int
 ) -> list[list[int]] | None:
-    """Deal the costliest first, each to the cheapest bin with room; None: one found no room.
+    """Deals the costliest first, each to the cheapest bin with room; None: one found no room.
 
     One that is larger than the capacity takes a bin of its own, and the others share the rest.
     """
@@ -417,7 +417,7 @@ def _balance(
 def _split_largest(
     bins: list[list[list[int]]], lengths: Sequence[int], count: int
 ) -> list[list[list[int]]]:
-    """Halve the largest bin of several sequences until there are `count` bins.
+    """Halves the largest bin of several sequences until there are `count` bins.
 
     A bin is a list of units (runs of sequences); one of a single unit is split inside it.
     """

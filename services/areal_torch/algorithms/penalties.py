@@ -33,14 +33,14 @@ _MAX_KL = 10.0
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) from one sample per position.
+    """Estimates KL(policy || reference) from one sample per position.
 
     The estimators of joschu.net/blog/kl-approx.html. With
     d = logprobs - reference_logprobs, clamped to +-20: k1 = d, k2 = d^2 / 2,
     k3 = exp(-d) - 1 + d; each clamped to +-10.
 
     Raises:
-        InvalidInput: unknown estimator.
+        InvalidInput: Unknown estimator.
     """
     d = (logprobs - reference_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
@@ -61,7 +61,7 @@ def kl_loss(
     loss_mask: Tensor,
     estimator: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of `importance` x KL estimate over loss tokens, and the sum of the estimate.
+    """Returns the sum of `importance` x KL estimate over loss tokens, and the sum of the estimate.
 
     The gradient of the first is that of KL(policy || reference) (see above), whatever the
     estimator; d is clamped to +-20 in it.
@@ -85,7 +85,7 @@ def kl_loss(
 def entropy_bonus(
     policy_logprobs: Tensor, entropies: Tensor, importance: Tensor, loss_mask: Tensor
 ) -> Tensor:
-    """Return the sum of `importance` x entropy over loss tokens, with its gradient (see above).
+    """Returns the sum of `importance` x entropy over loss tokens, with its gradient (see above).
 
     Args:
         policy_logprobs: float [T], with gradient.

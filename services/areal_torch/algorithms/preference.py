@@ -25,12 +25,12 @@ LOSSES = ("dpo", "ipo", "simpo")
 
 
 def answer_logprobs(logprobs: Tensor, batch: Batch, *, mean: bool) -> Tensor:
-    """Add up, or average, the logprobs of each sequence's loss tokens.
+    """Adds up, or averages, the logprobs of each sequence's loss tokens.
 
     Args:
         logprobs: [T], 0 outside the loss mask or not.
-        batch: needs loss_mask and cu_seqlens.
-        mean: divide by the number of loss tokens.
+        batch: Needs loss_mask and cu_seqlens.
+        mean: Divide by the number of loss tokens.
 
     Returns:
         [S], with the gradient of `logprobs`.
@@ -45,11 +45,11 @@ def answer_logprobs(logprobs: Tensor, batch: Batch, *, mean: bool) -> Tensor:
 
 
 def pair_margins(scores: Tensor, batch: Batch) -> Tensor:
-    """Subtract the rejected answer's score from the chosen one's.
+    """Subtracts the rejected answer's score from the chosen one's.
 
     Args:
         scores: [S].
-        batch: needs group_index, the two answers of a pair beside each other, and chosen.
+        batch: Needs group_index, the two answers of a pair beside each other, and chosen.
 
     Returns:
         [P], in the order of the pairs.

@@ -40,7 +40,7 @@ METADATA_FILE = ".metadata"
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors by name: the live ones, and this rank's random state."""
+    """Returns a checkpoint's tensors by name: the live ones, and this rank's random state."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in lora.saved_parameters(model):
         tensors[f"model.{name}"] = parameter.detach()
@@ -61,15 +61,15 @@ def save(
     background: bool,
     stager: AsyncStager | None = None,
 ) -> Future[None]:
-    """Write a checkpoint; collective over `process_group`, which is used for nothing else.
+    """Writes a checkpoint; collective over `process_group`, which is used for nothing else.
 
     Args:
-        directory: its folder.
-        tensors: from `tensors_of`.
-        state: the content of `trainer_state.json`.
-        process_group: of all ranks, for CPU tensors.
-        background: write a copy in a thread; at most one at a time.
-        stager: from `stager_for`, to copy with; None: into new memory.
+        directory: Its folder.
+        tensors: From `tensors_of`.
+        state: The content of `trainer_state.json`.
+        process_group: Of all ranks, for CPU tensors.
+        background: Write a copy in a thread; at most one at a time.
+        stager: From `stager_for`, to copy with; None: into new memory.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if dist.get_rank(process_group) == 0:
@@ -88,7 +88,7 @@ def save(
 
 
 def stager_for(device: torch.device) -> AsyncStager | None:
-    """Return what copies a GPU's checkpoints to host memory; None on a CPU.
+    """Returns what copies a GPU's checkpoints to host memory; None on a CPU.
 
     It keeps its pinned memory for the next checkpoint: a step would wait seconds for gigabytes of
     new memory, which a GPU also copies to at a fraction of the bus's speed.
@@ -111,16 +111,16 @@ class _DigestingWriter(FileSystemWriter):
 
 
 def holds_scalar_model(directory: Path) -> bool:
-    """Return whether its model has a scalar head, like a reward model.
+    """Returns whether its model has a scalar head, like a reward model.
 
     Raises:
-        InvalidInput: the checkpoint is incomplete.
+        InvalidInput: The checkpoint is incomplete.
     """
     return "model.hf.score.weight" in _saved(directory)
 
 
 def _saved(directory: Path) -> dict[str, Any]:
-    """What a checkpoint knows of its tensors, by name."""
+    """Returns what a checkpoint knows of its tensors, by name."""
     for name in (STATE_FILE, METADATA_FILE):
         if not (directory / name).is_file():
             raise InvalidInput(
@@ -132,13 +132,13 @@ def _saved(directory: Path) -> dict[str, Any]:
 def load(
     directory: Path, tensors: dict[str, torch.Tensor], process_group: dist.ProcessGroup, rank: int
 ) -> dict[str, Any]:
-    """Fill `tensors` in place and restore this rank's random state if the checkpoint has it.
+    """Fills `tensors` in place and restores this rank's random state if the checkpoint has it.
 
     Returns:
         The content of `trainer_state.json`.
 
     Raises:
-        InvalidInput: the checkpoint is incomplete, or belongs to another model.
+        InvalidInput: The checkpoint is incomplete, or belongs to another model.
     """
     saved = _saved(directory)
     state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text("utf-8"))

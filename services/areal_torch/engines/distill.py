@@ -30,20 +30,20 @@ _LEAST_REST = 1e-6
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """Append the logprob of all other ids: [..., k] -> [..., k + 1]; probabilities add up to 1."""
+    """Appends the logprob of all other ids: [..., k] -> [..., k + 1]; probabilities add up to 1."""
     kept = logprobs.exp().sum(-1, keepdim=True)
     return torch.cat([logprobs, (1.0 - kept).clamp(min=_LEAST_REST).log()], -1)
 
 
 def top_k_kl(student: Tensor, teacher: Tensor, direction: Literal["forward", "reverse"]) -> Tensor:
-    """Return each token's KL divergence over the same k ids and the rest.
+    """Returns each token's KL divergence over the same k ids and the rest.
 
     An id that the teacher rules out (logprob -inf: a masked or padded vocabulary) is one of the
     rest, for both.
 
     Args:
-        student: logprobs [N, k], with gradient.
-        teacher: logprobs [N, k]; -inf: ruled out.
+        student: Logprobs [N, k], with gradient.
+        teacher: Logprobs [N, k]; -inf: ruled out.
         direction: `forward`, KL(teacher || student), or `reverse`, KL(student || teacher).
 
     Returns:
@@ -78,23 +78,23 @@ class Distillation:
     """Temperature of both distributions."""
 
     def ask(self, teacher: TrainEngine, batch: Batch) -> None:
-        """Add `teacher_logprobs` and `teacher_ids`, [T, k], of the loss tokens; collective."""
+        """Adds `teacher_logprobs` and `teacher_ids`, [T, k], of the loss tokens; collective."""
         batch["teacher_logprobs"], batch["teacher_ids"] = teacher.read(
             batch, TopLogprobHead(self.k, self.temperature)
         )
 
     def train(self, student: TrainEngine, batch: Batch) -> dict[str, float]:
-        """Take one step on the mean KL of all ranks' loss tokens; collective.
+        """Takes one step on the mean KL of all ranks' loss tokens; collective.
 
         Args:
-            student: with an optimizer.
-            batch: this rank's share, after `ask`.
+            student: With an optimizer.
+            batch: This rank's share, after `ask`.
 
         Returns:
             Statistics of `TrainEngine.train_batch`; `loss` is the mean KL of a token.
 
         Raises:
-            InvalidInput: the teacher was not asked.
+            InvalidInput: The teacher was not asked.
         """
         if "teacher_ids" not in batch:
             raise InvalidInput("batch has no 'teacher_ids': expected Distillation.ask() first")

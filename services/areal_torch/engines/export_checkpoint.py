@@ -25,12 +25,12 @@ from areal_torch.engines.model import lora
 
 
 def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> None:
-    """Write a Hugging Face directory of a checkpoint's weights, in the precision of the source.
+    """Writes a Hugging Face directory of a checkpoint's weights, in the precision of the source.
 
     A relative model.path is relative to `start`, the folder in which the run was started.
 
     Raises:
-        InvalidInput: the model or the checkpoint cannot be read.
+        InvalidInput: The model or the checkpoint cannot be read.
     """
     config = load_service_config(config_file)
     scalar = holds_scalar_model(checkpoint)
@@ -67,13 +67,13 @@ def export(config_file: Path, checkpoint: Path, folder: Path, start: Path) -> No
 
 
 def card(config: GRPOConfig, step: int, evaluations: list[dict[str, Any]], *, scalar: bool) -> str:
-    """Return the model card: where the weights come from, and how they were evaluated.
+    """Returns the model card: where the weights come from, and how they were evaluated.
 
     Args:
-        config: the run's.
-        step: the checkpoint's step.
-        evaluations: those of the run; the card has those of this step.
-        scalar: the model returns one number, like a reward model.
+        config: The run's.
+        step: The checkpoint's step.
+        evaluations: Those of the run; the card has those of this step.
+        scalar: The model returns one number, like a reward model.
     """
     found = [each for each in evaluations if each["step"] == step]
     rows = [

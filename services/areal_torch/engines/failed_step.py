@@ -49,13 +49,13 @@ def keep(
     actor: Mapping[str, Any] | None = None,
     critic: TrainEngineConfig | RefConfig | None = None,
 ) -> TrainingDiverged:
-    """Save the batch of the failed step in the run folder; collective.
+    """Saves the batch of the failed step in the run folder; collective.
 
     Args:
-        error: the error that ends the run.
-        session: around the recipe.
+        error: The error that ends the run.
+        session: Around the recipe.
         actor: `settings_of` the model that failed, if it is the actor.
-        critic: its engine's configuration, if it is the critic.
+        critic: Its engine's configuration, if it is the critic.
 
     Returns:
         The error that also says where the batch is.
@@ -102,16 +102,16 @@ def save_failed_batch(
     blamed: Sequence[int],
     recipe: bytes = b"",
 ) -> str:
-    """Write what a replay needs; collective.
+    """Writes what a replay needs; collective.
 
     Args:
-        folder: created if missing; files of an earlier failure are replaced.
-        batch: this rank's batch.
+        folder: Created if missing; files of an earlier failure are replaced.
+        batch: This rank's batch.
         info: JSON for `failure.json`; rank 0's is written.
-        rank: this process's rank.
-        tasks: task of each group, by `group_index`; empty where they are not known.
-        blamed: values of `group_index` of the tasks to name.
-        recipe: source of the recipe whose loss failed; rank 0's is written.
+        rank: This process's rank.
+        tasks: Task of each group, by `group_index`; empty where they are not known.
+        blamed: Values of `group_index` of the tasks to name.
+        recipe: Source of the recipe whose loss failed; rank 0's is written.
 
     Returns:
         The end of a sentence, equal on all ranks: where the batch is and which tasks caused the
@@ -148,7 +148,7 @@ def save_failed_batch(
 
 
 def load_failed_batch(folder: Path) -> tuple[list[Batch], dict[str, Any]]:
-    """Read the files of a failed step.
+    """Reads the files of a failed step.
 
     Returns:
         Each rank's batch, and the content of `failure.json`.
@@ -178,11 +178,11 @@ def settings_of(
 
 
 def describe_loss(actor: PPOActor, loss: Callable[..., Any] | None = None) -> dict[str, Any] | None:
-    """How a replay finds a recipe's own loss; None: it is the built-in one of the settings.
+    """Returns how a replay finds a recipe's own loss; None: it is a built-in one.
 
     Args:
-        actor: has one, if `loss` is None.
-        loss: the one that the failed call was given.
+        actor: Has one, if `loss` is None.
+        loss: The one that the failed call was given.
     """
     formula = actor.loss if loss is None else Formula(loss, "loss")
     if formula is actor.builtin_loss:
@@ -211,11 +211,11 @@ def _own_loss(folder: Path, said: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def replay(folder: Path, model: Path) -> list[str]:
-    """Take the failed optimizer step again, rank by rank, in this process.
+    """Takes the failed optimizer step again, rank by rank, in this process.
 
     Args:
         folder: `failed_step_<k>`.
-        model: a Hugging Face directory: the run's version <policy_version>, or any other of the
+        model: A Hugging Face directory: the run's version <policy_version>, or any other of the
             same architecture. A critic's head is 0 if the directory has none.
 
     Returns:

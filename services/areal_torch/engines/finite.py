@@ -18,12 +18,12 @@ _INPUTS = (
 
 
 def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
-    """Find what is not finite in this rank's batch.
+    """Finds what is not finite in this rank's batch.
 
     Args:
-        batch: the optimizer step's batch.
-        bad_logprobs: loss tokens whose logprob under the policy was not finite.
-        loss: its sum on this rank.
+        batch: The optimizer step's batch.
+        bad_logprobs: Loss tokens whose logprob under the policy was not finite.
+        loss: Its sum on this rank.
 
     Returns:
         JSON: `cause` (words; empty where everything is finite) and `groups` (values of
@@ -54,7 +54,7 @@ def find_cause(batch: Batch, bad_logprobs: int, loss: float) -> dict[str, Any]:
 
 
 def name_cause(found: Sequence[Mapping[str, Any]], grad_norm: float) -> str:
-    """Return one line that sums up the results of `find_cause` on all ranks."""
+    """Returns one line that sums up the results of `find_cause` on all ranks."""
     causes = [f"rank {rank}: {each['cause']}" for rank, each in enumerate(found) if each["cause"]]
     return "; ".join(causes) or (
         f"the gradient norm is {grad_norm}, while losses, logprobs and inputs are finite on all "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _OF_LOSSES = frozenset({"ppo_ratio", "clip_ratio", "dual_clip_ratio", "approx_kl"})
-"""Statistics of the built-in losses; a recipe's own may have them, too."""
+"""Statistics of the built-in losses; a recipe's own loss may have them as well."""
 
 
 class Formula:

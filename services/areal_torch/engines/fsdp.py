@@ -72,7 +72,7 @@ class FSDPEngine(TrainEngine):
         """Keep the configuration; nothing is loaded before `initialize`.
 
         Raises:
-            ConfigError: one of its values is not allowed.
+            ConfigError: One of its values is not allowed.
         """
         check(config)
         self.config = config
@@ -186,7 +186,7 @@ class FSDPEngine(TrainEngine):
         """The part that computes, with the model and its optimizer.
 
         Raises:
-            InvalidInput: before `initialize` or after `destroy`.
+            InvalidInput: Before `initialize` or after `destroy`.
         """
         if self._step is None:
             raise InvalidInput("the engine has no model: expected initialize() first")
@@ -235,7 +235,7 @@ class FSDPEngine(TrainEngine):
         """The ranks that share model and batch.
 
         Raises:
-            InvalidInput: before `initialize`.
+            InvalidInput: Before `initialize`.
         """
         if self._mesh is None:
             raise InvalidInput("the engine has no ranks: expected initialize() first")
@@ -274,7 +274,7 @@ class FSDPEngine(TrainEngine):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Context in which the model computes without its LoRA adapters."""
+        """Returns a context in which the model computes without its LoRA adapters."""
         with lora.switched_off(self.model.hf), self.model.routes.switched_off():
             yield
 
@@ -360,20 +360,20 @@ class FSDPEngine(TrainEngine):
         return tensors
 
     def _attached_tensors(self, name: str) -> dict[str, Tensor]:
-        """What another engine's checkpoint holds of this one: all but the random state."""
+        """Returns what another engine's checkpoint holds of this one: all but the random state."""
         self._reshard()
         own = checkpoint.tensors_of(self.model, self.step.optimizer, self.rank)
         return {f"{name}.{key}": t for key, t in own.items() if not key.startswith("random.")}
 
     def attach(self, name: str, engine: FSDPEngine) -> None:
-        """Save another engine's weights and optimizer in this one's checkpoints, under `name`."""
+        """Saves another engine's weights and optimizer in this one's checkpoints, under `name`."""
         self._attached[name] = engine
 
     def load_attached(self, name: str, directory: str | Path) -> None:
-        """Resume an attached engine from a checkpoint of this one; collective.
+        """Resumes an attached engine from a checkpoint of this one; collective.
 
         Raises:
-            InvalidInput: the checkpoint has no such engine.
+            InvalidInput: The checkpoint has no such engine.
         """
         engine = self._attached[name]
         tensors = engine._attached_tensors(name)

@@ -120,5 +120,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage as uint8."""
+    """Returns a whole storage as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -24,14 +24,14 @@ _ARRAYS = ("input_ids", "loss_mask", "behavior_logprobs", "token_versions", "rew
 
 
 def pack_groups_with_images(groups: Sequence[TrajectoryGroup], model: str | Path) -> Batch:
-    """Pack groups as `pack_groups` does, and add the image keys of groups that have images.
+    """Packs groups as `pack_groups` does, and adds the image keys of groups that have images.
 
     Args:
-        groups: this rank's share.
-        model: directory of the model, with its preprocessor_config.json.
+        groups: This rank's share.
+        model: Directory of the model, with its preprocessor_config.json.
 
     Raises:
-        InvalidInput: the model takes no images, its directory has no image processor, an image
+        InvalidInput: The model takes no images, its directory has no image processor, an image
             cannot be read, or a prompt's number of image tokens differs from its number of images.
     """
     if not any(group.images for group in groups):
@@ -59,7 +59,7 @@ def pack_groups_with_images(groups: Sequence[TrajectoryGroup], model: str | Path
 
 
 def _processor(model: Path) -> tuple[Any, int, int]:
-    """(transformers' image processor, the token of an image, patches that make one token)."""
+    """Returns transformers' image processor, the token of an image, and patches per token."""
     from transformers import AutoImageProcessor
 
     config = read_config(model)
@@ -86,7 +86,7 @@ def _open(file: bytes, group: TrajectoryGroup) -> Any:
 
 
 def _fill(trajectory: Trajectory, token: int, counts: Any) -> Trajectory:
-    """Repeat the token of each image as often as the image fills tokens."""
+    """Repeats the token of each image as often as the image fills tokens."""
     places = np.flatnonzero((trajectory.input_ids == token) & (trajectory.token_versions < 0))
     if len(places) != len(counts):
         raise InvalidInput(

@@ -69,7 +69,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return about the nearest matrix with orthogonal rows, or columns if they are fewer.
+    """Returns about the nearest matrix with orthogonal rows, or columns if they are fewer.
 
     Args:
         matrix: [..., rows, columns].
@@ -89,7 +89,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _orthogonalized(update: Tensor, matrix: Tensor) -> Tensor:
-    """This rank's part of the orthogonal matrix of an update whose part is given."""
+    """Returns this rank's part of the orthogonal matrix of an update whose part is given."""
     if not isinstance(matrix, DTensor) or _holds_whole_matrices(matrix):
         return orthogonal(update)
     mesh, places = matrix.device_mesh, matrix.placements

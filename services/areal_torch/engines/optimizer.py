@@ -33,13 +33,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_optimizer(model: PackedCausalLM, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Make the optimizer; norms, biases and the decays of states have no weight decay.
+    """Makes the optimizer; norms, biases and the decays of states have no weight decay.
 
     A state's decay is exp(-exp(A_log) dt), and Mamba 1 has a matrix of A_log: pulled to 0, it would
     change how long each layer remembers, whatever the loss says.
 
     Raises:
-        RuntimeError: the model is gathered, so the optimizer would update copies of its weights.
+        RuntimeError: The model is gathered, so the optimizer would update copies of its weights.
     """
     plain = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     alone = {id(p) for p in unsharded(model.hf).values()}
@@ -82,7 +82,7 @@ def _matrices(model: PackedCausalLM) -> Iterator[nn.Parameter]:
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the optimizer state that its first step would create.
+    """Gives every parameter the optimizer state that its first step would create.
 
     A checkpoint before the first step then has the same tensors as any other, and loading has
     tensors to fill.
@@ -127,7 +127,7 @@ class RoundedAdamW(torch.optim.AdamW):
 
 
 def _pieces(parameters: list[Tensor], state: Any) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Flat parts of (parameter, gradient, moments, step) of this rank's shards, PIECE elements."""
+    """Yields flat parts of (parameter, gradient, moments, step) of this rank's shards."""
     piece, total = list[tuple[Tensor, ...]](), 0
     for parameter in parameters:
         assert parameter.grad is not None
@@ -149,7 +149,7 @@ def _pieces(parameters: list[Tensor], state: Any) -> Iterator[list[tuple[Tensor,
 
 
 def round_stochastic_(exact: Tensor) -> Tensor:
-    """Return float32 values as bfloat16, rounded up or down at random; overwrites its argument.
+    """Returns float32 values as bfloat16, rounded up or down at random; overwrites its argument.
 
     bfloat16 is the upper half of float32. Adding 16 random bits to the lower half carries into the
     upper one with the probability that the lower half has as a fraction of the distance.

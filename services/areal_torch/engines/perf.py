@@ -43,7 +43,7 @@ _PEAK = (
 
 
 def peak_flops(device: torch.device, compute: torch.dtype) -> float | None:
-    """Return peak operations per second in bfloat16; None on a CPU or unknown GPU."""
+    """Returns peak operations per second in bfloat16; None on a CPU or unknown GPU."""
     if device.type != "cuda" or compute != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device) + " "
@@ -59,11 +59,11 @@ class Work:
     per_loss_token: float
     """4 V, or 6 V if the head is trained."""
     per_pair: float
-    """Of a sequence of L tokens, over L^2."""
+    """Per pair of tokens: of a sequence of L tokens, multiplied by L^2."""
 
     @classmethod
     def of(cls, hf: Any) -> Work:
-        """Count them for a transformers causal language model, sharded or not."""
+        """Counts them for a transformers causal language model, sharded or not."""
         config = hf.config.get_text_config()
         embedding = hf.get_input_embeddings().weight
         head = getattr(hf.get_output_embeddings(), "weight", None)
@@ -88,18 +88,18 @@ class Work:
 
     @property
     def pair_cost(self) -> float:
-        """Return the cost of a pair of tokens divided by that of a loss token; see `packing`."""
+        """Returns the cost of a pair of tokens divided by that of a loss token; see `packing`."""
         return self.per_pair / (self.per_token + self.per_loss_token)
 
     def flops(self, cu_seqlens: Tensor, loss_tokens: int) -> float:
-        """Return the number of operations for a batch of these sequences."""
+        """Returns the number of operations for a batch of these sequences."""
         lengths = cu_seqlens.diff().double()
         layers = self.per_token * lengths.sum() + self.per_pair * lengths.square().sum()
         return float(layers) + self.per_loss_token * loss_tokens
 
 
 def _query_width(config: Any) -> int:
-    """Of all heads of an attention layer."""
+    """Returns the query width of all heads of an attention layer."""
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     dim = getattr(config, "head_dim", None)
     return heads * int(dim) if dim else int(config.hidden_size) // heads * heads
@@ -109,19 +109,19 @@ class Phases:
     """Adds up the time of named phases; on a GPU its own time, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Time what runs on `device`."""
+        """Measures what runs on `device`."""
         self._cuda = device.type == "cuda"
         self._spans: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the context."""
+        """Returns a context whose time is measured."""
         start = self._now()
         yield
         self._spans.append((name, start, self._now()))
 
     def take(self, *names: str) -> dict[str, float]:
-        """Return the seconds of the named phases since the last call, 0 for one that was not.
+        """Returns the seconds of the named phases since the last call, 0 for one that was not.
 
         On a GPU it waits for the last of them, unless something was read from the device since.
         """
@@ -143,7 +143,7 @@ class Phases:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Most memory in use so far: of the GPU's tensors, or of the whole process on a CPU."""
+    """Returns the peak memory so far: of the GPU's tensors, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # in KiB on Linux

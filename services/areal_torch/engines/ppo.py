@@ -56,19 +56,19 @@ class PPOActor:
         advantages: Callable[..., Any] | None = None,
         head: Head | None = None,
     ) -> None:
-        """Train `engine`'s model as `config` says.
+        """Trains `engine`'s model as `config` says.
 
         Args:
-            config: the algorithm.
-            engine: initialized, or about to be.
-            temperature: the sampler's, at which logprobs are compared.
-            loss: a loss of the caller's own (see `areal_torch.engines.formulas`); None: that of
+            config: The algorithm.
+            engine: Initialized, or about to be.
+            temperature: The sampler's, at which logprobs are compared.
+            loss: A loss of the caller's own (see `areal_torch.engines.formulas`); None: that of
                 `config.loss_type`.
-            advantages: takes the place of `reward_norm` and GAE; None: these.
-            head: computes logprobs and entropies, [N] each; None: `LogprobHead(temperature)`.
+            advantages: Takes the place of `reward_norm` and GAE; None: these.
+            head: Computes logprobs and entropies, [N] each; None: `LogprobHead(temperature)`.
 
         Raises:
-            InvalidInput: the loss is to be divided by a constant that is not known, or has no
+            InvalidInput: The loss is to be divided by a constant that is not known, or has no
                 constant of that name; a function cannot be called.
         """
         check(config)
@@ -104,13 +104,13 @@ class PPOActor:
         return own
 
     def compute_logprobs(self, batch: Batch) -> Tensor:
-        """Return the policy's logprobs of the loss tokens, [T], 0 elsewhere; collective."""
+        """Returns the policy's logprobs of the loss tokens, [T], 0 elsewhere; collective."""
         return self.engine.forward(batch, self.head)
 
     def compute_advantages(
         self, batch: Batch, advantages: Callable[..., Any] | None = None
     ) -> None:
-        """Add `advantages` and `returns` to this rank's batch; collective.
+        """Adds `advantages` and `returns` to this rank's batch; collective.
 
         Rewards are shaped and normalized per sequence and placed on the last generated token. The
         KL penalty is subtracted, GAE turns the result into advantages, and these are normalized.
@@ -120,11 +120,11 @@ class PPOActor:
         and keeps them where `ppo_update` would compute them again.
 
         Args:
-            batch: needs rewards; with kl_ctl also reference_logprobs; with a critic also values.
-            advantages: for this call, as in `__init__`.
+            batch: Needs rewards; with kl_ctl also reference_logprobs; with a critic also values.
+            advantages: For this call, as in `__init__`.
 
         Raises:
-            InvalidInput: the batch lacks a key that the `actor` section or the critic requires.
+            InvalidInput: The batch lacks a key that the `actor` section or the critic requires.
             WorkflowError: `advantages` raised, or returned numbers that are not finite.
         """
         own = self.advantages if advantages is None else self._advantages(advantages)
@@ -171,16 +171,16 @@ class PPOActor:
         batch["advantages"], batch["returns"] = found.to(dtype), returns.to(dtype)
 
     def ppo_update(self, batch: Batch, loss: Callable[..., Any] | None = None) -> dict[str, float]:
-        """Take `ppo_n_minibatches` optimizer steps (collective).
+        """Takes `ppo_n_minibatches` optimizer steps (collective).
 
         Proximal logprobs are those of the weights at the start of the update. With several
         minibatches they take a forward pass of their own; with a single one they equal, to the bit,
         the policy logprobs of its only forward pass and are taken from there.
 
         Args:
-            batch: this rank's share, after `compute_advantages`. `proximal_logprobs` are used if
+            batch: This rank's share, after `compute_advantages`. `proximal_logprobs` are used if
                 there.
-            loss: for this call, as in `__init__`.
+            loss: For this call, as in `__init__`.
 
         Returns:
             Statistics, equal on all ranks: those of `TrainEngine.train_batch` and of the loss,
@@ -198,7 +198,7 @@ class PPOActor:
             `update_seconds`.
 
         Raises:
-            TrainingDiverged: as `TrainEngine.train_batch` does.
+            TrainingDiverged: As `TrainEngine.train_batch` does.
             InvalidInput | WorkflowError: the loss returned something of another type or shape, or
                 raised.
         """
@@ -234,7 +234,7 @@ class PPOActor:
         return stats
 
     def take_step(self, batch: Batch, loss: Formula | None = None) -> dict[str, float]:
-        """Take one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`.
+        """Takes one optimizer step on a (mini)batch; collective. See `TrainEngine.train_batch`.
 
         A batch of a failed step has `loss_weights` and `kept`, computed over all ranks; they are
         used.
@@ -287,7 +287,7 @@ class PPOActor:
         return config.selects_tokens or (several and config.prox_logp_method in _FORWARD)
 
     def _proximal(self, policy_logprobs: Tensor, batch: Batch) -> Tensor:
-        """What the ratio is clipped around."""
+        """Returns the logprobs around which the ratio is clipped."""
         config = self.config
         if config.prox_logp_method == "behavior":
             return batch["behavior_logprobs"]
@@ -357,7 +357,7 @@ class PPOActor:
         return loss, stats
 
     def _weight(self, proximal: Tensor, batch: Batch) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What a token counts for, for what has changed since it was sampled; None: 1."""
+        """Returns each token's weight for what has changed since it was sampled; None: 1."""
         config, mask = self.config, batch["loss_mask"]
         if not config.decoupled:
             return None, {}
@@ -421,7 +421,7 @@ class PPOActor:
 
 
 def _equal_groups(rewards: Tensor, group_index: Tensor, *, of_one: bool) -> tuple[float, float]:
-    """How many groups there are, and in how many of them all rewards are equal.
+    """Returns the number of groups, and in how many of them all rewards are equal.
 
     Groups of one sequence are counted only with `of_one`.
     """
@@ -442,7 +442,7 @@ def _need_reference(batch: Batch, wanted_by: str) -> None:
 
 
 def combine(results: list[dict[str, float]]) -> dict[str, float]:
-    """Join the statistics of an update's minibatches."""
+    """Joins the statistics of an update's minibatches."""
     combined = {}
     for name in dict.fromkeys(name for result in results for name in result):
         having = [result for result in results if name in result]

@@ -128,15 +128,15 @@ class FSDPPPOActor:
         self._adapters = self._publishes_adapters()
         session.pair_cost = self.engine.step.work.pair_cost
         if session.resumed is not None:
-            # Until its first step, a resumed recipe draws what it drew in its first life.
+            # Until its first step, a resumed recipe draws the same numbers as at its first start.
             drawn = random_state.capture()
             self.engine.load_checkpoint(session.resumed.path)
             session.before_first_step = partial(random_state.restore, random_state.capture())
             random_state.restore(drawn)
         self.engine.set_version(session.step)
         if session.any_rank(session.rank == 0 and session.step > session.published_version):
-            # Its checkpoint was whole before the version had left, or Redis is a new one: no one
-            # serves, or knows of, the weights to continue from.
+            # The checkpoint was complete before the version was published, or Redis is new: nothing
+            # serves, or knows, the weights to continue from.
             self._publish(WeightUpdateMeta(), session.step)
             session.publishing.settle()
 
@@ -335,7 +335,7 @@ class FSDPPPOActor:
         return self.engine.save_checkpoint(directory, background=True)
 
     def _enter(self, stats: dict[str, float], start: float) -> dict[str, float]:
-        """Into the step's row, under the names of metrics."""
+        """Enters statistics into the step's row, under the names of metrics."""
         self.engine.taken = []
         del stats["staleness"]  # of trajectories: the batch has that of groups
         metrics = named(stats)
@@ -344,7 +344,7 @@ class FSDPPPOActor:
         return metrics
 
     def _enter_taken(self) -> None:
-        """Into the row: the steps that a recipe took with `engine.train_batch` alone."""
+        """Enters steps that a recipe took with `engine.train_batch` into the row."""
         from areal_torch.engines.ppo import combine
 
         taken, self.engine.taken = self.engine.taken, []
@@ -355,7 +355,7 @@ class FSDPPPOActor:
             self.session.row["time/train"] = stats["seconds"]
 
     def _publish(self, meta: WeightUpdateMeta, version: int) -> None:
-        """Every rank takes part in gathering; rank 0 publishes, in a thread."""
+        """Publishes the weights: all ranks take part in gathering; rank 0 publishes in a thread."""
         session = self.session
         source, gpu = Path(self.engine.config.path), self.engine.device.type == "cuda"
         dtype = serving_dtype(session.config.model.dtype, source, gpu=gpu)

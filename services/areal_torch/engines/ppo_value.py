@@ -30,12 +30,12 @@ class PPOCritic:
     """
 
     def __init__(self, engine: TrainEngine, n_minibatches: int) -> None:
-        """Train `engine`'s model, which has a scalar head, `n_minibatches` steps a batch."""
+        """Trains `engine`'s model, which has a scalar head, `n_minibatches` steps a batch."""
         self.engine = engine
         self.n_minibatches = n_minibatches
 
     def compute_values(self, batch: Batch) -> Tensor:
-        """Return the value of the state before each loss token, [T], 0 elsewhere; collective.
+        """Returns the value of the state before each loss token, [T], 0 elsewhere; collective.
 
         A batch with `truncated` gets `bootstrap_values`, [S]: the value of the state after the last
         token of a sequence that was cut off, which `PPOActor.compute_advantages` counts as what the
@@ -47,7 +47,7 @@ class PPOCritic:
         return values
 
     def _values_after(self, batch: Batch, values: Tensor) -> Tensor:
-        """Values after the last tokens of the sequences that were cut off, [S]; 0 elsewhere."""
+        """Returns values after the last tokens of truncated sequences, [S]; 0 for the others."""
         bounds, found = batch["cu_seqlens"].long(), values.new_zeros(len(batch["truncated"]))
         cut = torch.nonzero(batch["truncated"] & (bounds.diff() > 1)).flatten()
         if not self.engine.reduce_stats({"cut": float(len(cut))})["cut"]:
@@ -60,10 +60,10 @@ class PPOCritic:
         return found
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """Take an optimizer step with each minibatch; collective.
+        """Takes an optimizer step with each minibatch; collective.
 
         Args:
-            batch: this rank's share, with `values`, and with `returns` from
+            batch: This rank's share, with `values`, and with `returns` from
                 `PPOActor.compute_advantages`.
 
         Returns:
@@ -74,7 +74,7 @@ class PPOCritic:
 
         Raises:
             InvalidInput: `values` or `returns` is missing.
-            TrainingDiverged: as `TrainEngine.train_batch` does.
+            TrainingDiverged: As `TrainEngine.train_batch` does.
         """
         started = time.perf_counter()
         for name, source in (("values", "compute_values()"), ("returns", "compute_advantages()")):
@@ -90,7 +90,7 @@ class PPOCritic:
         return stats | {"update_seconds": time.perf_counter() - started}
 
     def take_step(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step, as `TrainEngine.train_batch`; collective."""
+        """Takes one optimizer step, as `TrainEngine.train_batch`; collective."""
         return self.engine.train_batch(batch, self._loss, head=ScalarHead())
 
     def _loss(self, values: Tensor, _: Tensor, batch: Batch) -> losses.LossResult:

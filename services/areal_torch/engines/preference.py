@@ -24,15 +24,15 @@ PreferenceLoss = Literal["dpo", "ipo", "simpo"]
 
 
 def count_pairs(batch: Batch) -> int:
-    """Return the number of pairs of a batch."""
+    """Returns the number of pairs of a batch."""
     return int(batch["chosen"].sum())
 
 
 def mean_over_pairs(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return each statistic per pair, from its sums over batches, which count their `pairs`.
+    """Returns each statistic per pair, from its sums over batches, which count their `pairs`.
 
     Raises:
-        InvalidInput: there is no pair.
+        InvalidInput: There is no pair.
     """
     total: dict[str, float] = {}
     for each in sums:
@@ -65,34 +65,34 @@ class Preference:
         return self.loss != "simpo"
 
     def train(self, engine: TrainEngine, batch: Batch) -> dict[str, float]:
-        """Take one step on the mean loss of all ranks' pairs; collective.
+        """Takes one step on the mean loss of all ranks' pairs; collective.
 
         Args:
-            engine: has an optimizer.
-            batch: this rank's share, from `pack_pairs`; all losses but SimPO need
-                reference_logprobs, float32 [T].
+            engine: Has an optimizer.
+            batch: This rank's share: pairs of sequences with the keys group_index and chosen. All
+                losses but SimPO need reference_logprobs, float32 [T].
 
         Returns:
             Statistics of `TrainEngine.train_batch`, over pairs; `accuracy` is the share of pairs
             whose chosen answer has the higher score, `margin` the mean difference.
 
         Raises:
-            InvalidInput: a key is missing.
+            InvalidInput: A key is missing.
         """
         self._check(batch)
         return engine.train_batch(batch, self._loss, count_pairs)
 
     def evaluate(self, engine: TrainEngine, batches: Batch | Iterable[Batch]) -> dict[str, float]:
-        """Return `loss`, `accuracy` and `margin`, means over the pairs of all batches and ranks.
+        """Returns `loss`, `accuracy` and `margin`, means over the pairs of all batches and ranks.
 
         Each pair has the same weight, however the pairs are cut into batches. Collective.
 
         Args:
-            engine: any.
-            batches: this rank's share of one batch or of several, each as for `train`.
+            engine: Any.
+            batches: This rank's share of one batch or of several, each as for `train`.
 
         Raises:
-            InvalidInput: a key is missing, or there is no pair.
+            InvalidInput: A key is missing, or there is no pair.
         """
         return mean_over_pairs(self._sums(engine, batch) for batch in as_batches(batches))
 

@@ -15,7 +15,7 @@ import torch
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Seed all generators of this rank: a run that restarts at step 0 draws the same numbers."""
+    """Seeds all generators of this rank: a run that restarts at step 0 draws the same numbers."""
     for_python, for_numpy, for_torch = (
         int(word) for word in np.random.SeedSequence([seed, rank]).generate_state(3)
     )
@@ -25,7 +25,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def capture() -> dict[str, torch.Tensor]:
-    """Return the state of every generator by name."""
+    """Returns the state of every generator by name."""
     _, words, gauss = random.getstate()
     legacy = np.random.get_state(legacy=False)
     assert isinstance(legacy, dict)
@@ -45,7 +45,7 @@ def capture() -> dict[str, torch.Tensor]:
 
 
 def restore(states: Mapping[str, torch.Tensor]) -> None:
-    """Set the generators that `states` names; others continue from where they are."""
+    """Sets the generators that `states` names; others continue from where they are."""
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "python" in states:

@@ -30,11 +30,11 @@ def at_last_token(batch: Batch) -> Batch:
 
 
 def train_reward_model(engine: TrainEngine, batch: Batch) -> dict[str, float]:
-    """Take one step on the mean Bradley-Terry loss of all ranks' pairs; collective.
+    """Takes one step on the mean Bradley-Terry loss of all ranks' pairs; collective.
 
     Args:
-        engine: with an optimizer and `scalar=True`.
-        batch: this rank's share, of `pack_pairs`.
+        engine: With an optimizer and `scalar=True`.
+        batch: This rank's share: pairs of sequences with the keys group_index and chosen.
 
     Returns:
         Statistics of `TrainEngine.train_batch`, over pairs; `accuracy` and `margin` as
@@ -46,16 +46,16 @@ def train_reward_model(engine: TrainEngine, batch: Batch) -> dict[str, float]:
 def evaluate_reward_model(
     engine: TrainEngine, batches: Batch | Iterable[Batch]
 ) -> dict[str, float]:
-    """Return `loss`, `accuracy` and `margin`, means over the pairs of all batches and ranks.
+    """Returns `loss`, `accuracy` and `margin`, means over the pairs of all batches and ranks.
 
     Each pair has the same weight, however the pairs are cut into batches. Collective.
 
     Args:
-        engine: with `scalar=True`.
-        batches: this rank's share of one batch or of several, such as `OfflineTrainer.chunks`.
+        engine: With `scalar=True`.
+        batches: This rank's share of one batch or of several, such as `OfflineTrainer.chunks`.
 
     Raises:
-        InvalidInput: there is no pair.
+        InvalidInput: There is no pair.
     """
     return mean_over_pairs(_sums(engine, at_last_token(batch)) for batch in as_batches(batches))
 
@@ -66,11 +66,11 @@ def _sums(engine: TrainEngine, batch: Batch) -> dict[str, float]:
 
 
 def score(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """Return the score of each prompt with its answer; collective.
+    """Returns the score of each prompt with its answer; collective.
 
     Args:
-        engine: with `scalar=True`.
-        sequences: token ids, two or more each.
+        engine: With `scalar=True`.
+        sequences: Token ids, two or more each.
     """
     packed = packing.pack(
         [{"input_ids": ids, "loss_mask": [False] * len(ids)} for ids in sequences]

@@ -29,7 +29,7 @@ from areal.model_directory import read_config
 from areal.tokenizer import Tokenizer
 
 _AT_ONCE = 32
-"""Conversations of one forward pass."""
+"""Conversations in one forward pass."""
 
 
 class RewardModel:
@@ -98,13 +98,13 @@ class RewardModel:
 
     def _score_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        # Of like lengths, so that little is padded.
+        # Sequences of similar lengths form a batch, so that little is padded.
         waiting.sort(key=lambda each: len(each[0]))
         for start in range(0, len(waiting), _AT_ONCE):
             part = waiting[start : start + _AT_ONCE]
             try:
                 scores: Sequence[Any] = self.scores([ids for ids, _ in part])
-            except Exception as error:  # it belongs to those who wait
+            except Exception as error:  # the callers that wait get it
                 scores = [error] * len(part)
             for (_, scored), score in zip(part, scores, strict=True):
                 if scored.done():  # its deadline has passed

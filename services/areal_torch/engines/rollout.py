@@ -248,7 +248,7 @@ class RemoteSGLangEngine:
             spec = describe_workflow(workflow)
             if (recipe := recipe_of(workflow)) is not None:
                 self.session.ledger.put_recipe(recipe)
-            # With the object, because another one may get the id of one that is gone.
+            # Keeps the object, because another one may get the id of a deleted one.
             self._specs[id(workflow)] = workflow, spec
             if len(self._specs) > _MOST_WORKFLOWS:
                 del self._specs[next(iter(self._specs))]

@@ -108,7 +108,7 @@ class ServedTeacher:
     async def _answer(
         self, http: aiohttp.ClientSession, sequence: _Sequence, k: int, end: float
     ) -> Tensor:
-        """[n, k, 2]: logprobs and ids in the place of the last n tokens."""
+        """Returns [n, k, 2]: logprobs and ids at the places of the last n tokens."""
         body = {
             "input_ids": sequence.ids,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},

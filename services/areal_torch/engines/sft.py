@@ -20,11 +20,11 @@ def _loss(logprobs: Tensor, entropies: Tensor, batch: Batch) -> LossResult:
 
 
 def train_lm(engine: TrainEngine, batch: Batch) -> dict[str, float]:
-    """Take one step on the mean negative log-likelihood of the loss tokens of all ranks.
+    """Takes one step on the mean negative log-likelihood of the loss tokens of all ranks.
 
     Args:
-        engine: has an optimizer.
-        batch: this rank's share; needs cu_seqlens, group_index, input_ids, loss_mask.
+        engine: Has an optimizer.
+        batch: This rank's share; needs cu_seqlens, group_index, input_ids, loss_mask.
 
     Returns:
         Statistics of `TrainEngine.train_batch`; `loss` is the mean negative log-likelihood.
@@ -33,16 +33,16 @@ def train_lm(engine: TrainEngine, batch: Batch) -> dict[str, float]:
 
 
 def evaluate_lm(engine: TrainEngine, batches: Batch | Iterable[Batch]) -> float:
-    """Return the mean negative log-likelihood of the loss tokens of all batches and ranks.
+    """Returns the mean negative log-likelihood of the loss tokens of all batches and ranks.
 
     Each token has the same weight, however the rows are cut into batches. Collective.
 
     Args:
-        engine: any.
-        batches: this rank's share of one batch or of several, such as `OfflineTrainer.chunks`.
+        engine: Any.
+        batches: This rank's share of one batch or of several, such as `OfflineTrainer.chunks`.
 
     Raises:
-        InvalidInput: there is no loss token.
+        InvalidInput: There is no loss token.
     """
     loss = tokens = 0.0
     for batch in as_batches(batches):
@@ -55,7 +55,7 @@ def evaluate_lm(engine: TrainEngine, batches: Batch | Iterable[Batch]) -> float:
 
 
 def pack_examples(examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
-    """Pack (prompt tokens, answer tokens) pairs; the loss is on the answers.
+    """Packs (prompt tokens, answer tokens) pairs; the loss is on the answers.
 
     Example:
         >>> pack_examples([([258, 55, 259], [56, 260])])["loss_mask"].tolist()

@@ -55,7 +55,7 @@ from areal_torch.training.ranks import gather_json
 
 
 def count_loss_tokens(batch: Batch) -> int:
-    """Return the number of loss tokens of a batch."""
+    """Returns the number of loss tokens of a batch."""
     return int(batch["loss_mask"].sum())
 
 
@@ -68,11 +68,11 @@ _NORM, _BAD = "norm of the gradient", "logprobs that are not finite"
 
 @dataclass
 class _Gathered:
-    """What micro-batches have added up since the last optimizer step, of this rank."""
+    """Sums over the micro-batches of this rank since the last optimizer step."""
 
     started: float = field(default_factory=time.perf_counter)
     batch: Batch = field(default_factory=dict)
-    """The last."""
+    """The batch of the last step."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     weight: int = 0
     tokens: int = 0
@@ -105,13 +105,13 @@ class TrainStep:
         """Makes the optimizer, if the configuration has one.
 
         Args:
-            model: on its device, sharded if it is to be.
-            config: the engine's configuration.
-            device: the device that computes batches.
-            mesh: the ranks that share model and batch.
-            sharded: gradients are averaged over ranks.
-            budget: the memory budget, named in an out-of-memory error; None: nothing is trained.
-            total_train_steps: for the learning-rate schedule; None: a constant rate.
+            model: On its device, sharded if it is to be.
+            config: The engine's configuration.
+            device: The device that computes batches.
+            mesh: The ranks that share model and batch.
+            sharded: Gradients are averaged over ranks.
+            budget: The memory budget, named in an out-of-memory error; None: nothing is trained.
+            total_train_steps: For the learning-rate schedule; None: a constant rate.
         """
         self.model = model
         self.optimizer: torch.optim.AdamW | None = None
@@ -188,7 +188,7 @@ class TrainStep:
         weigh: LossWeightFn,
         head: Head,
     ) -> None:
-        """Add a micro-batch's gradients and statistics to what is gathered."""
+        """Adds a micro-batch's gradients and statistics to what is gathered."""
         assert self._gathered is not None
         so_far, weight = self._gathered, 0 if index is None else weigh(mb)
         with self._phases("forward"):
@@ -267,7 +267,7 @@ class TrainStep:
         return result
 
     def _forget(self) -> None:
-        """Drop what is gathered, after an error."""
+        """Drops what is gathered, after an error."""
         assert self.optimizer is not None
         self._gathered = None
         self._phases.take("forward", "backward", "optimizer")
@@ -283,7 +283,7 @@ class TrainStep:
         )
 
     def _note_skipped(self, batch: Batch, bad_logprobs: int, loss: float, grad_norm: float) -> None:
-        """Say on rank 0 why a step was skipped; end training where one after the other is."""
+        """Says on rank 0 why a step was skipped; ends training if several in a row are."""
         assert self._config.optimizer is not None
         self._skipped_in_a_row += 1
         found = gather_json(finite.find_cause(batch, bad_logprobs, loss))
@@ -302,7 +302,7 @@ class TrainStep:
             )
 
     def _optimizer_step(self, weight: float) -> tuple[Tensor, float]:
-        """Launch a step of gradients / weight, clipped; none if the weight is 0.
+        """Launches a step of gradients / weight, clipped; none if the weight is 0.
 
         Returns:
             The norm of gradients / weight, on the device, and the learning rate. The device skips
@@ -347,7 +347,7 @@ class TrainStep:
         return read, beside
 
     def _micro_batches(self, batch: Batch) -> list[tuple[list[int] | None, Batch]]:
-        """Split this rank's share into as many micro-batches as all ranks; a dummy has no index."""
+        """Splits this rank's share into as many micro-batches as all have; a dummy has no index."""
         spec = self._config.mb_spec
         count = spec.n_mbs
         # A larger smallest number can only make more bins: this ends at the largest number of bins
@@ -382,7 +382,7 @@ class TrainStep:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _read(self, mb: Batch, head: Head) -> tuple[Tensor, Tensor, Batch]:
-        """What a head reads of a micro-batch, full length, 0 where loss_mask is false.
+        """Returns a head's output for a micro-batch, full length, 0 where loss_mask is false.
 
         The layout is planned where the batch comes from, in host memory: the device never waits.
 

@@ -21,7 +21,7 @@ from areal.chassis.logging import get_logger
 from areal.types import LIVE_STATES, Purpose, Task, TaskState, WorkflowSpec
 from areal_torch.training.session import TrainerSession
 
-# The rate is that of the last so many batches' worth of ended tasks.
+# The rate covers as many ended tasks as this many batches have.
 _WINDOW_BATCHES = 4
 # Rows are queued for a rate of at least this; below it, refills within a batch do the rest.
 _LEAST_ACCEPTANCE = 0.05
@@ -58,7 +58,7 @@ class TaskFeeder:
         self._rows = iter(rows)
         self._sealed = False
         self.held_back: list[Task] | None = None
-        """Drawn from the rows, and refused by a ledger that was full."""
+        """Rows that were drawn, and then refused because the ledger was full."""
         # (epoch, index, task_id) of what was submitted and may not have ended, oldest first.
         self._open: deque[tuple[int, int, str]] = deque()
         self._log = get_logger(__name__)

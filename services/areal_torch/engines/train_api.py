@@ -21,9 +21,10 @@ LossFn = Callable[
 ]
 """(logprobs [T] with gradient, entropies [T], micro-batch) -> (loss sum, statistics).
 
-With another head than that of logprobs, what that reads, [T, ...], is in their place.
+With a head other than that of logprobs, the head's values, [T, ...], are in their place.
 
-See `areal_torch.algorithms.losses` for what the sum and the statistics mean."""
+See `areal_torch.algorithms.losses` for what the sum and the statistics mean.
+"""
 
 LossWeightFn = Callable[["Batch"], int]
 """Micro-batch -> what its loss sum counts for in the divisor: the number of its loss tokens."""

@@ -18,7 +18,7 @@ PLANS_FROM = "5.23"
 
 
 def installed(package: str) -> str:
-    """Return the version of a package, or `none`."""
+    """Returns the version of a package, or `none`."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -26,22 +26,22 @@ def installed(package: str) -> str:
 
 
 def together() -> str:
-    """Return `torch 2.11.0+cu130, transformers 5.17.0`, for errors."""
+    """Returns `torch 2.11.0+cu130, transformers 5.17.0`, for errors."""
     return ", ".join(f"{package} {installed(package)}" for package in SUPPORTED)
 
 
 def accepted() -> str:
-    """Return `torch 2.11 to 2.14, transformers 5.17 to 5.23`, for errors."""
+    """Returns `torch 2.11 to 2.14, transformers 5.17 to 5.23`, for errors."""
     return ", ".join(
         f"{package} {oldest} to {newest}" for package, (oldest, newest) in SUPPORTED.items()
     )
 
 
 def check_versions() -> None:
-    """Refuse versions that are too old; warn about newer ones, which no test has seen.
+    """Refuses versions that are too old; warns about newer ones, which no test has seen.
 
     Raises:
-        CannotStart: a package is older than the oldest that is supported.
+        CannotStart: A package is older than the oldest that is supported.
     """
     for package, (oldest, newest) in SUPPORTED.items():
         found = installed(package)

@@ -23,9 +23,9 @@ __all__ = ["Choice", "Storage", "choose", "choose_here", "measure", "room_for_we
 
 _GIB = 1024**3
 _WORTH_IT = 1.25
-"""A way other than the preferred one must be so many times as fast."""
+"""Another way must be this many times as fast as the preferred one to be chosen."""
 _HOPELESS = 10.0
-"""A way that is so much slower than the fastest one is not timed again."""
+"""A way that is this many times slower than the fastest one is not timed again."""
 _ROUNDS = 3
 _ROWS, _WIDTH, _OUT = (1, 16, 64), 512, 4096
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -57,18 +57,18 @@ _WAYS = (Storage(torch.bfloat16, transposed=True), Storage(torch.bfloat16), FLOA
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for a bfloat16 model."""
+    """The layout chosen for a bfloat16 model, and the measurements behind it."""
 
     storage: Storage
     why: str
-    """One line with the rates."""
+    """The measured rates, in one line."""
 
 
 def choose_here(parameters: int) -> Choice:
     """Times every way on this machine, in this thread, and chooses one; takes under a second.
 
     Args:
-        parameters: of the model; 0: not known, so that memory is not looked at.
+        parameters: Of the model; 0: not known, so that memory is not looked at.
     """
     return choose(measure(), parameters, room_for_weights())
 
@@ -78,7 +78,7 @@ def choose(rates: Mapping[Storage, float], parameters: int, room: int) -> Choice
 
     Args:
         rates: GFLOP/s of each way, the preferred one first, float32 last.
-        parameters: of the model; two sets of them are in memory during an update.
+        parameters: Of the model; two sets of them are in memory during an update.
         room: bytes that they may take.
     """
     said = f"GFLOP/s on this CPU: {', '.join(f'{way} {rate:.2g}' for way, rate in rates.items())}"

@@ -27,10 +27,11 @@ PAD_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, END_ID = range(256, 261)
 VOCAB_SIZE = 261
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image|>", "<|video|>"
 IMAGE_ID, VIDEO_ID = 261, 262
-"""Of the model that sees."""
+"""Token ids of the model that reads images."""
 ARCHITECTURES = ("qwen2", "qwen3_moe", "qwen3_5")
-"""Of `make_tiny_model`: a dense decoder; 8 experts, 2 for a token; a checkpoint of several models,
-whose every second layer is a gated delta rule and whose vision tower text does not use."""
+"""Architectures that `make_tiny_model` can create: a dense decoder; a mixture of 8 experts, 2 per
+token; and a checkpoint of several models, whose every second layer is a gated delta rule and whose
+vision tower is not used for text."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -52,7 +53,7 @@ _SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that byte-level tokenizers use for each byte (GPT-2's table)."""
+    """Returns the character that byte-level tokenizers use for each byte (GPT-2's table)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, extra = [], 0
     for byte in range(256):
@@ -65,17 +66,17 @@ def _byte_characters() -> list[str]:
 
 
 def make_byte_tokenizer(more: tuple[str, ...] = (), texts: tuple[str, ...] = ()) -> Any:
-    """Make the 261-token `tokenizers.Tokenizer`; needs no torch.
+    """Makes the 261-token `tokenizers.Tokenizer`; needs no torch.
 
     Args:
-        more: more special tokens.
-        texts: texts that are one token each, after all others, and no special tokens.
+        more: More special tokens.
+        texts: Texts that are one token each, after all others, and no special tokens.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # As transformers' Qwen2Tokenizer does, which is what AutoTokenizer makes of this directory.
+    # Like transformers' Qwen2Tokenizer, which AutoTokenizer creates from this directory.
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,12 +90,12 @@ def make_byte_tokenizer(more: tuple[str, ...] = (), texts: tuple[str, ...] = ())
 def save_tokenizer(
     directory: str | Path, *, sees: bool = False, texts: tuple[str, ...] = ()
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json (with the chat template); needs no torch.
+    """Writes tokenizer.json and tokenizer_config.json (with the chat template); needs no torch.
 
     Args:
-        directory: created if missing.
-        sees: add the tokens for images and videos.
-        texts: texts that are one token each.
+        directory: Created if missing.
+        sees: Add the tokens for images and videos.
+        texts: Texts that are one token each.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -127,26 +128,26 @@ def make_tiny_model(
     max_position_embeddings: int = 2048,
     texts: tuple[str, ...] = (),
 ) -> Path:
-    """Write a freshly initialized model and its tokenizer.
+    """Writes a freshly initialized model and its tokenizer.
 
     Args:
-        directory: created if missing; its files are overwritten.
-        architecture: one of ARCHITECTURES.
-        seed: seed of the weights; the caller's random state does not change.
-        hidden_size: width.
-        num_hidden_layers: depth.
-        num_attention_heads: query heads.
-        num_key_value_heads: key and value heads.
-        intermediate_size: width of the gated MLP.
-        max_position_embeddings: longest sequence.
-        texts: texts that are one token each, such as the fixed parts of a tool call; ids from 261.
+        directory: Created if missing; its files are overwritten.
+        architecture: One of ARCHITECTURES.
+        seed: Seed of the weights; the caller's random state does not change.
+        hidden_size: Width.
+        num_hidden_layers: Depth.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key and value heads.
+        intermediate_size: Width of the gated MLP.
+        max_position_embeddings: Longest sequence.
+        texts: Texts that are one token each, such as the fixed parts of a tool call; ids from 261.
 
     Returns:
         The directory, with config.json, generation_config.json, model.safetensors, tokenizer.json
         and tokenizer_config.json.
 
     Raises:
-        InvalidInput: unknown architecture.
+        InvalidInput: Unknown architecture.
     """
     import torch
     from transformers import GenerationConfig
@@ -230,13 +231,13 @@ def _configured(architecture: str, common: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def make_tiny_seeing_model(directory: str | Path, *, seed: int = 0) -> Path:
-    """Write a freshly initialized Qwen2-VL: the tiny model's decoder with a small vision tower.
+    """Writes a freshly initialized Qwen2-VL: the tiny model's decoder with a small vision tower.
 
     Patches are 4 x 4 pixels, four of them make a token: an image of 16 x 16 pixels is 4 tokens.
 
     Args:
-        directory: created if missing; its files are overwritten.
-        seed: seed of the weights; the caller's random state does not change.
+        directory: Created if missing; its files are overwritten.
+        seed: Seed of the weights; the caller's random state does not change.
 
     Returns:
         The directory, with preprocessor_config.json beside what `make_tiny_model` writes.

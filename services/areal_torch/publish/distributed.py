@@ -134,7 +134,7 @@ class DistributedPublisher:
         seats: Seats,
         listener: socket.socket,
     ) -> str:
-        """Why it failed; empty: it did not."""
+        """Broadcasts a version; returns why it failed, or ""."""
         held, self._group = self._group, None
         names = {tensor.name for part in parts for tensor in part}
         try:

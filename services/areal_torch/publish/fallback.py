@@ -70,7 +70,7 @@ class FallbackPublisher:
         raise TransportError(f"version {new.version} cannot be published: {'; '.join(causes)}")
 
     def _check(self, new: NewVersion) -> None:
-        """What everybody would refuse, said once, before a byte is written."""
+        """Refuses, once and before a byte is written, what every transport would refuse."""
         if self._model is None or self._model[0] != new.model:
             tensors = [tensor for file in weight_files(new.model) for tensor in read_tensors(file)]
             self._model = new.model, assemble_manifest(new.model, 0, 0, [], tensors)

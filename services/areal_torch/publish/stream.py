@@ -69,7 +69,7 @@ class StreamPublisher:
     def _send_delta(
         self, store: StoreConnection, new: NewVersion, manifest: PolicyVersion
     ) -> PolicyVersion | None:
-        """What the store made of it; None when the whole file must be sent."""
+        """Uploads a delta; returns the store's answer, None when the whole file must be sent."""
         chain = self._chain if new.adapter is None else None
         encoded = chain.encode(new) if chain is not None else None
         if encoded is None:

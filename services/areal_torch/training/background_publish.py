@@ -35,7 +35,7 @@ class _Pending:
 
 
 class BackgroundPublish:
-    """All methods but `waits` are collective."""
+    """Publishes in a thread; all methods but `waits` are collective."""
 
     def __init__(self, ranks: Ranks) -> None:
         """Starts without a version under way."""
@@ -86,7 +86,7 @@ class BackgroundPublish:
         self._ranks.on_rank0(lambda: pending.done.result(0.0))
 
     def waits(self) -> Iterator[Wait]:
-        """Returns the wait for a version that is being published, for the watchdog."""
+        """Yields the wait for a version that is being published, for the watchdog."""
         if (pending := self._pending) is not None and not pending.done.done():
             seconds = time.monotonic() - pending.since
             yield Wait("publish", "this disk", seconds, f"version {pending.version}")

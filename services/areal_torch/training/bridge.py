@@ -18,7 +18,8 @@ from areal.errors import ArealError, WaitTimeout
 T = TypeVar("T")
 
 RETRY_S = 120.0
-"""A service may be away for this long (restart, outage of Redis) before the trainer gives up."""
+"""A service may be away for this many seconds (restart, outage of Redis) before the trainer ends
+with an error."""
 CALL_S = RETRY_S + 30.0
 """A call's deadline: its last try may begin when the time for retries ends."""
 

@@ -48,7 +48,7 @@ class _Pending:
     extra: dict[str, Any]
     size_bytes: int
     sealed: Future[Path] | None = None
-    """On rank 0: done when the checkpoint is whole and visible."""
+    """Completed, on rank 0, when the checkpoint is whole and visible."""
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -58,7 +58,7 @@ class _Pending:
 
     @property
     def patience_s(self) -> float:
-        """How long a disk may take, by the checkpoint's size."""
+        """Returns how long a disk may take, by the checkpoint's size."""
         return CHECKPOINT_LEAST_S + self.size_bytes / _SLOWEST_BYTES_PER_S
 
     def result(self, timeout: float) -> None:
@@ -83,13 +83,14 @@ class CheckpointWriter:
         """`commit(step)` commits a step in the ledger, on rank 0."""
         self.actor: Checkpointable | None = None
         self.last_step = 0
-        """Of the newest checkpoint begun or resumed from."""
+        """Step of the newest checkpoint that was begun or resumed from."""
         self._ranks = ranks
         self._folder = folder
         self._commit = commit
         self._pending: _Pending | None = None
         self._committing: Future[None] | None = None
-        """On every rank while rank 0 tells the ledger; elsewhere it says nothing more."""
+        """The commit under way: on rank 0 the call to the ledger; on other ranks only that there is
+        one."""
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="areal-checkpoint")
         self._log = get_logger(__name__)
 
@@ -147,7 +148,7 @@ class CheckpointWriter:
             self._end_commit()
 
     def _end_commit(self) -> None:
-        """Every rank hears what came of the commit under way."""
+        """Tells every rank the result of the commit under way."""
         committing, self._committing = self._committing, None
         if committing is not None:
             self._ranks.on_rank0(committing.result)
@@ -162,7 +163,7 @@ class CheckpointWriter:
         )
 
     def waits(self) -> Iterator[Wait]:
-        """Returns the wait for a checkpoint that is being written, for the watchdog."""
+        """Yields the wait for a checkpoint that is being written, for the watchdog."""
         if (pending := self._pending) is not None:
             seconds = time.monotonic() - pending.since
             yield Wait("checkpoint", "this disk", seconds, f"step {pending.step}")

@@ -126,7 +126,7 @@ def tasks_of(
     """Returns one task per row."""
     return [
         Task(
-            # With the version: another policy's answers are other tasks. Without the incarnation:
+            # The id has the version: another policy's answers are other tasks. No incarnation:
             # a resumed run waits for the tasks that are there already.
             task_id=f"{name}-v{session.step if version is None else version}-{index}",
             purpose=Purpose.SERVE,
@@ -236,9 +236,9 @@ class Measurement:
     def _read(self, record: TaskRecord) -> None:
         task = self._waiting.pop(record.task.task_id)
         if record.state is TaskState.DELIVERED and record.group is None:
-            self._submission.unsent[task.task_id] = task  # released, after an earlier life read it
+            self._submission.unsent[task.task_id] = task  # released after an earlier read
             return
-        # As rewards get it: files of images would not fit into a line.
+        # The row as rewards get it: files of images would not fit into a line.
         data = {name: value for name, value in task.data.items() if name != "images"}
         line: dict[str, Any] = {"task_id": task.task_id, "data": data, "answers": []}
         self._lines.append(line)

@@ -35,11 +35,11 @@ class Movable(Protocol):
         """Moves the states to host memory."""
 
     def to_device(self) -> None:
-        """Moves them back."""
+        """Moves the states back to the device."""
 
 
 class Servers(Protocol):
-    """Those on the same GPUs; each call is made by rank 0 only, and blocks."""
+    """Servers on the same GPUs; each call is made by rank 0 only, and blocks."""
 
     def sleep(self) -> list[str]:
         """Has them sleep until `wake`; returns, after some seconds, those that hold memory."""

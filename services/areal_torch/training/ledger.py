@@ -31,7 +31,7 @@ class TrainerLedger:
         """Makes no call yet; the first one is `register`."""
         self.buffer = buffer
         self.name = f"buffer {buffer.connection.address}"
-        """For waits and errors."""
+        """Name shown in waits and errors."""
         self.incarnation = 0
         self._ranks = ranks
         self._bridge = bridge
@@ -141,7 +141,7 @@ class TrainerLedger:
         )
 
     def discarded(self, step: int) -> Iterator[list[Discarded]]:
-        """What ended untrained before a step's batch was taken, some at once (in any thread)."""
+        """Yields, in any thread, what ended untrained before a step's batch was taken."""
         start, total = 0, 1
         while start < total:
             found, total = self._bridge.call(

@@ -27,10 +27,10 @@ class OfflineSession(TrainerSession):
         return max(earlier, default=0) + 1, step, False
 
     def _commit(self, step: int) -> None:
-        """No one else counts steps."""
+        """Does nothing: no ledger counts steps."""
 
     def _discarded(self, step: int) -> None:
-        """Rows are trained on, all of them."""
+        """Returns nothing: all rows are trained on."""
 
     def _finish(self) -> None:
         if self.rank == 0:

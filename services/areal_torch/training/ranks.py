@@ -112,7 +112,7 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def _device() -> str:
-    """Where the default backend can take tensors from."""
+    """Returns the device from which the default backend can take tensors."""
     import torch.distributed as dist
 
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -131,7 +131,7 @@ def _checked(length: int) -> int:
 
 
 def _tensor(data: bytes, length: int, device: str) -> Any:
-    """`data` at the start of a uint8 tensor of that length."""
+    """Returns `data` at the start of a uint8 tensor of that length."""
     import torch
 
     content = torch.zeros(length, dtype=torch.uint8)

@@ -94,7 +94,7 @@ def current_session() -> TrainerSession:
 
 
 class TrainerSession(Ranks):
-    """One trainer's life between registration and its last commit."""
+    """A trainer's session, between registration and its last commit."""
 
     only_evaluates = False
     """Whether the recipe ends when it asks for a batch (`areal eval`)."""
@@ -118,15 +118,16 @@ class TrainerSession(Ranks):
         self.folder = CheckpointFolder(config.run_dir / "checkpoints", config.checkpoint.keep)
         self.status = TrainerStatus(config.total_train_steps, world_size)
         self.step = 0
-        """Finished steps."""
+        """Number of finished steps."""
         self.resumed: Checkpoint | None = None
         self.published_version = 0
         self.served_version = 0
-        """What servers are brought to: one more where its trainer died before it was stored."""
+        """The version that servers are brought to: one more than stored if the previous trainer
+        died before storing it."""
         self.confirmed_version = -1
         """The newest of this incarnation that a server is known to have confirmed (rank 0)."""
         self.pair_cost = 0.0
-        """What the model makes of long sequences; see `areal_torch.algorithms.packing.cost`."""
+        """The model's cost of long sequences; see `areal_torch.algorithms.packing.cost`."""
         self.row: dict[str, Any] = {}
         """The metrics row of the step in progress."""
         self.batch_tasks: list[str] = []
@@ -134,9 +135,10 @@ class TrainerSession(Ranks):
         self.checkpoint_extra: dict[str, Callable[[], Any]] = {}
         """Named providers of what a checkpoint carries beside tensors (the dataset cursor)."""
         self.before_first_step: Callable[[], None] | None = None
-        """Puts back what a resumed run must not have changed before its loop."""
+        """Called before the first step: restores what a resumed run must not have changed before
+        its loop."""
         self.batch_at = ""
-        """Where the recipe took the batch of the step in progress; "": it has none yet."""
+        """Where the recipe took the batch of the step in progress; "": it has not taken one yet."""
         self.stop_requested = False
         self.waits.watch(self.status.waits)
         self._checkpoints = CheckpointWriter(self, self.folder, self._commit)
@@ -156,7 +158,7 @@ class TrainerSession(Ranks):
         self._batch: list[TrajectoryGroup] = []
         """This rank's share of the step in progress."""
         self.advantages: Callable[[], NDArray[np.float32]] | None = None
-        """Of its tokens, float32 [T]; set by the actor."""
+        """Advantages of the batch's tokens, float32 [T]; the actor sets them."""
         self._files: RunFiles | None = None
         self._tracker: StepTracker | None = None
         self._progress = ProgressLog(config.total_train_steps)
@@ -172,7 +174,7 @@ class TrainerSession(Ranks):
 
     @cached_property
     def turn(self) -> GpuTurn:
-        """Whose turn it is on GPUs that trainer and servers share."""
+        """Returns whose turn it is on GPUs that trainer and servers share."""
         turns = parse_allocation(self.config.allocation_mode).sharing is Sharing.ALTERNATING
         lease = TurnLease(self.bridge, self.weight_sync, lambda: self.incarnation)
         return GpuTurn(self, lease if turns else None, self.config.setup_timeout_s)
@@ -208,7 +210,7 @@ class TrainerSession(Ranks):
         self._tracker = StepTracker(self.config, self.resumed.step if self.resumed else 0)
 
     def _newest_whole(self) -> Checkpoint | None:
-        """What to resume from; every rank reads a share of the files to be sure of them."""
+        """Returns the checkpoint to resume from; each rank checks a share of its files."""
         listed = self.on_rank0(self.folder.list, list[Checkpoint])
         for each in reversed(listed):
             if self.all_ranks(self.folder.intact(each.path, self.rank, self.world_size)):
@@ -477,7 +479,7 @@ class TrainerSession(Ranks):
         self.raise_if_stopped()
 
     def _discarded(self, step: int) -> Callable[[], Iterator[list[Discarded]]] | None:
-        """What a thread of rank 0 asks for what ended untrained before a step's batch."""
+        """Returns what ended untrained before a step's batch; called by a thread of rank 0."""
         return (lambda: self.ledger.discarded(step)) if self.rank == 0 else None
 
     def raise_if_stopped(self) -> None:

@@ -30,9 +30,9 @@ from areal.chassis.waits import Wait
 
 LOOK_S = 5.0
 LEAST_S = 600.0
-"""No stall is shorter, whatever the steps take."""
+"""Fewest seconds that count as a stall, whatever the steps take."""
 STEPS = 10
-"""Nor shorter than this many of the longest step."""
+"""A stall is also at least this many times the longest step."""
 _SHOWN_S = 30.0
 # Waits of these with a timeout end by themselves; one for another process has a reason.
 _WAITING = ("concurrent.futures._base", "queue", "selectors", "threading")
@@ -67,13 +67,13 @@ class StallWatch:
             self._watching.start()
 
     def stop(self) -> None:
-        """Stops watching."""
+        """Stops the watch and its thread."""
         self._stopping.set()
         if self._watching is not None:
             self._watching.join(2 * LOOK_S)
 
     def waits(self) -> Iterator[Wait]:
-        """Returns where the thread stands, once it has for a while; for the watchdog."""
+        """Yields where the thread stands, once it has for a while; for the watchdog."""
         if self._still_s >= _SHOWN_S:
             yield Wait("progress", "the training thread", self._still_s, _place(self._frame()))
 
@@ -106,7 +106,7 @@ _COUNTERS = ("stat", "status")
 
 
 def _ran(counters: bytes) -> tuple[bytes, ...]:
-    """How long a thread has run, and how often it was switched to another: from /proc."""
+    """Returns how long a thread has run, and how often it was switched, from /proc."""
     stat, _, status = counters.rpartition(b")")[2].partition(b"\n")
     times = stat.split()[11:13]
     return (*times, *(line for line in status.splitlines() if b"ctxt_switches" in line))

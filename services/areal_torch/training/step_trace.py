@@ -53,7 +53,7 @@ class StepTrace:
             self._enter("take", {})
 
     def took(self, groups: Sequence[TrajectoryGroup], taken: Take) -> None:
-        """This rank has its groups, and trains on them from now on."""
+        """Records that this rank has its groups and begins to train on them."""
         if not tracing.enabled():
             return
         self._groups = [(each.task_id, each.traceparent) for each in groups if each.traceparent]

@@ -39,7 +39,7 @@ class Submission:
         """
         self.unsent = {task.task_id: task for task in tasks}
         self.refused: errors.CapacityExceeded | None = None
-        """What the ledger said when it was last asked, if it had no room."""
+        """The ledger's latest refusal, if it had no room."""
         self.since = time.monotonic()
         self._session = session
         self._what = what
@@ -80,11 +80,11 @@ class Submission:
 
     @property
     def next_try_s(self) -> float:
-        """Seconds until the ledger may be asked again; a poll's at most."""
+        """Returns the seconds until the ledger may be asked again; at most a poll's."""
         return min(POLL_S, max(0.0, self._not_before - time.monotonic()))
 
     def pause(self) -> None:
-        """Waits until then."""
+        """Waits until the ledger may be asked again."""
         self._session.ledger.pause(self.next_try_s, self._room)
 
     def check_deadline(self, what: str) -> None:

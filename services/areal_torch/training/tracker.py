@@ -61,11 +61,11 @@ class Wandb:
         )
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        """See Tracker."""
+        """See `Tracker`."""
         self._run.log(dict(row), step=step)
 
     def close(self) -> None:
-        """See Tracker."""
+        """See `Tracker`."""
         self._run.finish()
 
 
@@ -83,12 +83,12 @@ class TensorBoard:
         self._writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        """See Tracker."""
+        """See `Tracker`."""
         for name, value in row.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """See Tracker."""
+        """See `Tracker`."""
         self._writer.close()
 
 
@@ -112,12 +112,12 @@ class Trackio:
         )
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        """See Tracker."""
+        """See `Tracker`."""
         # These two are columns of trackio's own.
         self._run.log({k: v for k, v in row.items() if k not in ("step", "time")}, step=step)
 
     def close(self) -> None:
-        """See Tracker."""
+        """See `Tracker`."""
         self._run.finish()
 
 
@@ -149,7 +149,7 @@ class Mlflow:
         if known:
             self._client.update_run(self._run_id, status="RUNNING")
         else:
-            # Of a run's first start: MLflow's parameters cannot change.
+            # Only at a run's first start: MLflow's parameters cannot change.
             settings = [
                 entities.Param(key, str(value)) for key, value in _flat(settings_of(config)).items()
             ]
@@ -158,13 +158,13 @@ class Mlflow:
                 self._client.log_batch(self._run_id, params=part)
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        """See Tracker."""
+        """See `Tracker`."""
         at = round(time.time() * 1000)
         metrics = [self._entities.Metric(name, value, at, step) for name, value in row.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
-        """See Tracker."""
+        """See `Tracker`."""
         self._client.set_terminated(self._run_id)
 
 

@@ -46,7 +46,7 @@ class Found:
 
 
 Listing = Mapping[str, Found]
-"""By server id: host:port."""
+"""Servers by server id, host:port."""
 
 
 class Source(ABC):
@@ -60,7 +60,7 @@ class Source(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        """As configured; kept in the records of the servers that it found."""
+        """The configured entry; it is kept in the records of the servers that it found."""
         self.lists_once = False
         """Whether `watch` ends, after a listing that never changes."""
 
@@ -97,7 +97,8 @@ class Discovery:
         self._log = get_logger(__name__)
         names = {source.name for source in sources}
         self._inherited: dict[str, list[str]] = {}
-        """By source: what an earlier life knew, until the source's first listing."""
+        """By source: the servers that the previous incarnation knew, until the source's first
+        listing."""
         for server_id, origin in coordinator.origins().items():
             if origin and origin not in names:
                 self._leave(server_id, "its source is no longer configured")

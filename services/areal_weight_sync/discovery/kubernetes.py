@@ -49,7 +49,7 @@ class Api(Protocol):
         """Sets one condition of a pod."""
 
     async def close(self) -> None:
-        """Closes connections."""
+        """Closes the connections to the API server."""
 
 
 class KubernetesSource(Source):
@@ -151,7 +151,7 @@ class KubernetesSource(Source):
 
 
 def _verdict(record: ServerRecord, version: int) -> str | None:
-    """What the condition should be; None: as it is (an update, or a new coordinator asking)."""
+    """Returns the condition's new value; None: unchanged (an update, or a new coordinator)."""
     if record.state is ServerState.SERVING:
         return "True" if record.version == version else None
     if record.state in (ServerState.QUARANTINED, ServerState.DRAINING):

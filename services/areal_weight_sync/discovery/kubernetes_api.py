@@ -143,7 +143,7 @@ class KubernetesApi:
             raise _unreachable(error) from None
 
     async def close(self) -> None:
-        """Closes connections."""
+        """Closes the connections to the API server."""
         if self._client is not None:
             await self._client.close()
 
@@ -184,7 +184,7 @@ class KubernetesApi:
 
 
 def _own_namespace() -> str:
-    """Of the pod that this process runs in; empty outside of a cluster."""
+    """Returns the namespace of this process's pod; empty outside of a cluster."""
     try:
         return _OWN_NAMESPACE.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the coordinator asks of an inference server; `http_engine` says it in SGLang's words."""
+"""What the coordinator asks of an inference server; `http.py` sends it in SGLang's protocol."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CannotPullError(EngineError):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Equal weights give equal digests on servers of one layout.
+    """Identifies weights: equal ones give equal digests on servers of one layout.
 
     Example:
         >>> Fingerprint(layout="tp1:290", digest="9f86d081…")
@@ -57,11 +57,14 @@ class Engine(Protocol):
     """One inference server. Every call has a deadline and raises EngineError."""
 
     ranks: int
-    """Processes that receive weights, as of the last `boot_id`; 0: it cannot by broadcast."""
+    """Processes that receive weights, as of the last `boot_id`; 0: the server cannot receive a
+    broadcast."""
     lora_rank: int
-    """Highest rank of adapters that it was started for, as of the last `boot_id`; 0: none."""
+    """Highest rank of adapters that the server was started for, as of the last `boot_id`; 0:
+    none."""
     connections: int
-    """Opened to the server so far. While it stays, no request can have reached another process."""
+    """Number of connections opened to the server so far. While it does not change, no request can
+    have reached another process."""
 
     async def weight_version(self, timeout: float = 2.0) -> str:
         """Returns the version that the server reports."""
@@ -70,7 +73,7 @@ class Engine(Protocol):
         """Changes whenever the server's process is started again."""
 
     async def running(self) -> int:
-        """Requests running or waiting, asked of the scheduler itself."""
+        """Returns the number of requests running or waiting, as the scheduler itself reports."""
 
     async def stage(self, version: PolicyVersion, *, timeout: float) -> Fingerprint | None:
         """Has a version's files read ahead, while requests run; of the weights read.

@@ -32,7 +32,7 @@ class BroadcastGroup:
         self._command = command
         self._group = ""
         self.expected: PolicyVersion | None = None
-        """Joined for; still to be received."""
+        """The version that the group was joined for and that has still to be received."""
         self._tensors: Sequence[WeightTensor] = ()
 
     async def join(self, seat: Seat) -> None:

@@ -31,29 +31,30 @@ class Turn:
     giver: str
     """http://host:port of the server or sidecar to pull from; empty: the store."""
     taker: str = ""
-    """Who has the version afterwards, and gives it on; empty: none can pull it there."""
+    """The server that will have the version and then pass it on; empty: no one can pull it from
+    there."""
 
 
 @dataclass
 class _Copies:
-    """Of one version."""
+    """The copies of one version."""
 
     free: list[str] = field(default_factory=list)
-    """Those that have it and give to no one."""
+    """Servers that have the version and are not giving it to another."""
     holders: set[str] = field(default_factory=set)
     giving: int = 0
-    """Transfers, the store's included."""
+    """Number of transfers in progress, including the store's."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def next(self) -> str:
-        """Who gives next; empty: the store, since no one has it and no one is about to."""
+        """Returns the next giver; empty: the store, because no server has or is getting it."""
         while not self.free and self.giving:
             await self.changed.wait()
         return self.free.pop(0) if self.free else ""
 
 
 class Givers:
-    """Of the newest versions, by name.
+    """The givers of the newest versions, by the versions' names.
 
     Example:
         >>> async with givers.turn("v00000012-inc3", timeout=60.0) as turn:

@@ -97,7 +97,7 @@ async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, *__: ob
 
 
 class HttpEngine:
-    """Speaks SGLang's HTTP protocol; see `engine.Engine`."""
+    """Speaks SGLang's HTTP protocol; see `areal_weight_sync.engine.base.Engine`."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class HttpEngine:
         return self._routes.sidecar(self._url)
 
     async def weight_version(self, timeout: float = 2.0) -> str:
-        """GET /model_info."""
+        """Sends GET /model_info; returns the version."""
         body = await self._json("GET", "/model_info", timeout=timeout)
         version = body.get("weight_version")
         if not isinstance(version, str):
@@ -134,7 +134,7 @@ class HttpEngine:
         return version
 
     async def boot_id(self) -> str:
-        """GET /server_info: start-up time and the seed drawn at the start."""
+        """Sends GET /server_info; returns start-up time and the seed drawn at the start."""
         body = await self._json("GET", "/server_info", timeout=self._control_timeout)
         boot = [body.get(key) for key in ("boot_id", "startup_time", "random_seed")]
         if all(part is None for part in boot):
@@ -148,7 +148,7 @@ class HttpEngine:
         return "/".join(str(part) for part in boot)
 
     async def running(self) -> int:
-        """GET /v1/loads, summed over data-parallel ranks.
+        """Sends GET /v1/loads; returns the sum over data-parallel ranks.
 
         The scheduler answers it between two steps, and a long prefill on a CPU takes seconds.
         """
@@ -162,7 +162,7 @@ class HttpEngine:
             raise EngineError(Fault.GARBAGE, f"/v1/loads: {error!r:.200}") from None
 
     async def stage(self, version: PolicyVersion, *, timeout: float) -> Fingerprint | None:
-        """POST /stage_weights, of the embedded engine or of the sidecar beside an SGLang."""
+        """Sends POST /stage_weights to the CPU engine, or to the sidecar beside an SGLang."""
         self._staged = None
         tried = Tried(version, timeout)
         for transport in self._routes.starting_with(self._first):
@@ -179,7 +179,7 @@ class HttpEngine:
     async def receive(
         self, version: PolicyVersion, seat: Seat, *, timeout: float
     ) -> Fingerprint | None:
-        """POST /init_weights_update_group, then /stage_weights with names; SGLang: see `load`."""
+        """Sends POST /init_weights_update_group, then /stage_weights (names); SGLang: `load`."""
         self._staged = None
         async with self._group.failing():
             await self._group.join(seat)
@@ -199,11 +199,11 @@ class HttpEngine:
         self._check_accepted(path, status, text)
 
     async def pause(self, mode: str) -> None:
-        """POST /pause_generation."""
+        """Sends POST /pause_generation with the configured mode."""
         await self._json("POST", "/pause_generation", {"mode": mode}, timeout=self._control_timeout)
 
     async def load(self, version: PolicyVersion, *, flush_cache: bool, timeout: float) -> None:
-        """POST /update_weights_from_disk: what was staged, else by the first way that works.
+        """Sends POST /update_weights_from_disk: what was staged, else by the first way that works.
 
         Or what `receive` left for now: /update_weights_from_distributed. `timeout` is for all ways
         together.
@@ -238,7 +238,7 @@ class HttpEngine:
     async def _stage_by(
         self, transport: str, version: PolicyVersion, timeout: float
     ) -> tuple[str, Fingerprint | None]:
-        """What to give as model_path, and the checksum where the engine itself has read it.
+        """Returns the model_path to load, and the checksum if the engine itself has read it.
 
         Within `timeout`, or twice what the version's bytes may take if that is less: the first half
         is for other servers, so that one slow server leaves the others the time to read the store.
@@ -269,7 +269,7 @@ class HttpEngine:
     async def _stage_from(
         self, source: str, deadline: float
     ) -> tuple[str, Fingerprint | None, str]:
-        """As `_stage_by`; and who has it now, for others to pull from."""
+        """Returns the result of `_stage_by`, and which server others can pull from now."""
         path = "/stage_weights"
         status, text = await self._read(path, source, deadline)
         if status not in (404, 405):
@@ -282,7 +282,7 @@ class HttpEngine:
             status, text = await self._read(path, source, deadline)
         except EngineError as error:
             message = f"this engine cannot download versions, and its sidecar failed: {error}"
-            if error.fault is Fault.TIMEOUT:  # it may have waited for who gives
+            if error.fault is Fault.TIMEOUT:  # it may have waited for the giver
                 raise EngineError(Fault.UPDATE_REFUSED, message) from None
             raise CannotPullError(message) from None
         self._check_accepted(path, status, text)
@@ -323,7 +323,7 @@ class HttpEngine:
             raise EngineError(Fault.UPDATE_REFUSED, f"{path}: {message}")
 
     async def fingerprint(self, timeout: float) -> Fingerprint | None:
-        """POST /weights_checker; None for a 4xx: this build or platform has no checksums."""
+        """Sends POST /weights_checker; returns None for a 4xx: this build has no checksums."""
         status, text = await self._call(
             "POST", "/weights_checker", {"action": "checksum"}, timeout=timeout
         )
@@ -349,11 +349,11 @@ class HttpEngine:
         )
 
     async def adapters(self) -> list[str]:
-        """GET /v1/models: each adapter is a model whose parent is the served one."""
+        """Sends GET /v1/models: each adapter is a model whose parent is the served one."""
         return listed_adapters(await self._json("GET", "/v1/models", timeout=self._control_timeout))
 
     async def load_adapter(self, version: PolicyVersion, *, timeout: float) -> None:
-        """POST /load_lora_adapter, from where the version is or a sidecar has put it."""
+        """Sends POST /load_lora_adapter, from where the version is or a sidecar has put it."""
         tried = Tried(version, timeout)
         for transport in self._routes.starting_with(self._first):
             try:
@@ -381,11 +381,11 @@ class HttpEngine:
         return str(self._parse(path, status, text).get("model_path"))
 
     async def unload_adapter(self, name: str, *, timeout: float) -> None:
-        """POST /unload_lora_adapter."""
+        """Sends POST /unload_lora_adapter with its name."""
         await self.command("/unload_lora_adapter", {"lora_name": name}, timeout)
 
     async def logprobs(self, prompt: list[int], version: str, adapter: str = "") -> list[float]:
-        """POST /generate: the prompt's logprobs and one greedy token."""
+        """Sends POST /generate; returns the prompt's logprobs, and has one greedy token sampled."""
         named = {"lora_path": adapter} if adapter else {}
         request = {
             **named,
@@ -406,7 +406,7 @@ class HttpEngine:
         return values
 
     async def resume(self) -> None:
-        """POST /continue_generation."""
+        """Sends POST /continue_generation after a pause."""
         await self._json("POST", "/continue_generation", {}, timeout=self._control_timeout)
 
     async def sleep(self, mark: str) -> None:
@@ -423,7 +423,7 @@ class HttpEngine:
         await self._empty("/release_memory_occupation", _MEMORY, limit)
 
     async def wake(self, mark: str) -> None:
-        """POST /resume_memory_occupation, /update_weight_version."""
+        """Sends POST /resume_memory_occupation, then /update_weight_version."""
         await self._empty("/resume_memory_occupation", _MEMORY, self._control_timeout)
         await self._mark(mark)
 
@@ -440,7 +440,7 @@ class HttpEngine:
             raise EngineError(Fault.HTTP_STATUS, f"{path}: HTTP {status}: {text[:200]!r}")
 
     async def abort_all(self) -> None:
-        """POST /abort_request (answers with an empty body)."""
+        """Sends POST /abort_request (answered with an empty body)."""
         status, text = await self._call(
             "POST", "/abort_request", {"abort_all": True}, timeout=self._control_timeout
         )
@@ -470,7 +470,7 @@ class HttpEngine:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
     ) -> tuple[int, bytes]:
-        """One request, its answer bounded in time and size; `path` may be a whole url."""
+        """Sends one request, its answer bounded in time and size; `path` may be a whole url."""
         own = "://" not in path
         url = self._url + path if own else path
         try:

@@ -53,7 +53,7 @@ async def ask_version(
     silent = f"/model_info: no answer within {deadline_s:.1f} s"
     try:
         while silences < 2:
-            # Its own deadline lies beyond ours, which ends it.
+            # Its own deadline is later than ours, which ends it.
             asked.add(asyncio.create_task(engine.weight_version(4 * deadline_s), name="probe"))
             deadline = now() + deadline_s
             answered, _ = await asyncio.wait(

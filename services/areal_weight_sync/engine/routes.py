@@ -22,7 +22,7 @@ class Routes:
     store: str = ""
     """http://host:port of the weight store, as servers reach it."""
     sidecar_port: int = 0
-    """Where the sidecar listens on each server's host."""
+    """Port on which the sidecar listens on each server's host."""
 
     def starting_with(self, first: str) -> tuple[str, ...]:
         """Returns all routes, first the one that worked last."""
@@ -53,7 +53,7 @@ class Tried:
         self._deadline = time.monotonic() + timeout
 
     def left(self) -> float:
-        """Seconds that a request may take; raises EngineError if there are none."""
+        """Returns the seconds that a request may take; raises EngineError if there are none."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise EngineError(Fault.TIMEOUT, "no time left")
@@ -72,5 +72,5 @@ class Tried:
         self.causes.append(f"{transport}: {error}")
 
     def error(self) -> EngineError:
-        """Names each."""
+        """Returns one error that names each failed transport."""
         return EngineError(Fault.UPDATE_REFUSED, "; ".join(self.causes))

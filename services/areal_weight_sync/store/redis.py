@@ -37,7 +37,7 @@ class LeaseTaken(Exception):
 
 
 class RedisStore:
-    """The truth. Raises Unavailable while Redis is away."""
+    """Stores the coordinator's state in Redis; raises Unavailable while Redis is away."""
 
     def __init__(
         self, client: redis.Redis, namespace: str, lease_ttl_s: float, waits: Waits
@@ -164,7 +164,7 @@ class RedisStore:
             await self.save(records, totals)
 
     async def _confirm_lease(self) -> None:
-        """After an outage the lease may just have run out: take it again, unless it was taken."""
+        """Takes the lease again if it ran out in an outage, unless another coordinator has it."""
         holder = await self._hold()
         if holder != self.owner:
             raise LeaseTaken(f"the active coordinator is {holder}")

@@ -37,11 +37,11 @@ _MAX_FILES = 10_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _MAX_DELTA_BYTES = 16 << 30
 _RESERVE_BYTES = 64 << 20
-"""Left free on the volume: Redis or logs may share it."""
+"""Bytes left free on the volume, which Redis or logs may share."""
 
 
 class WeightStore:
-    """Below one folder. Every method blocks on the disk."""
+    """Stores versions below one folder. Every method blocks on the disk."""
 
     def __init__(self, root: Path, model: Path) -> None:
         """Keeps versions below `root`; tokenizer files come from `model`."""
@@ -115,7 +115,7 @@ class WeightStore:
                     f"{name}/{file.name}: digest {digest[:16]}…, expected {file.digest[:16]}…"
                 )
         declared = {file.name for file in manifest.files}
-        # Beside an adapter, the model's own files would say that it adds tokens.
+        # The model's own files beside an adapter would mean that it adds tokens.
         for source in companions(self._model) if manifest.adapter is None else ():
             if source.name not in declared:
                 shutil.copyfile(source, staging / source.name)

@@ -23,9 +23,9 @@ class Config(GRPOConfig):
     whole_length: bool = False
     """Every sample has gconfig.max_new_tokens tokens."""
     save_every: int = 0
-    """Every so many steps the model is saved for the bench; 0: never."""
+    """Every this many steps the model is saved for the bench; 0: never."""
     saved: str = ""
-    """The folder that these models lie in."""
+    """The folder with these models."""
 
 
 def reward_fn(prompt, completions, prompt_ids, completion_ids, answer, **data) -> float:

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 
 
 def build(engine: str) -> FastAPI:
-    """The application."""
+    """Returns the application of the relay."""
     app = FastAPI()
     client = httpx.AsyncClient(base_url=engine, timeout=120.0)
 

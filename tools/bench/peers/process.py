@@ -40,7 +40,7 @@ class Peer:
         return self
 
     def tell(self, **case: Any) -> None:
-        """Begins a case."""
+        """Begins a case of the bench."""
         assert self._process.stdin is not None
         print(json.dumps(case), file=self._process.stdin, flush=True)
 
@@ -54,7 +54,7 @@ class Peer:
         return self.answer()
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process and waits for it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -152,7 +152,7 @@ class RedisAlone:
         self._redis = connect_redis(url)
 
     async def prepare_write(self, case: dict[str, Any]) -> Go:
-        """Serializes some groups."""
+        """Serializes some groups to write."""
         groups = itertools.cycle(
             group_to_pb(make_group(str(i), case["kib"], 0)).SerializeToString()
             for i in range(DISTINCT)
@@ -167,7 +167,7 @@ class RedisAlone:
         return lambda: at_once(case["together"], batches)
 
     async def prepare_read(self, case: dict[str, Any]) -> Go:
-        """Connects."""
+        """Connects to Redis, to read."""
 
         async def read() -> None:
             assert len(await load(self._redis, case["tag"])) == case["batch"]
@@ -187,7 +187,7 @@ class Relay:
         )
 
     async def prepare_write(self, case: dict[str, Any]) -> Go:
-        """Packs some groups."""
+        """Packs some groups to write."""
         packed = [pack_group(make_group(str(i), case["kib"], 0)) for i in range(DISTINCT)]
         groups, each = itertools.cycle(packed), case["batch"]
         while each > 1 and each * len(packed[0]) > CALL_BYTES:

@@ -109,7 +109,7 @@ def _resume(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, A
 
 
 def _export(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
-    """Every tensor arrives, in the servers' precision."""
+    """Checks that every tensor arrives, in the servers' precision."""
     with engine(path) as made:
         found = dict(made.iter_full_tensors("bfloat16"))
         count = sum(1 for _ in made.model.hf.parameters())

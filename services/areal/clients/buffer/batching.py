@@ -30,7 +30,7 @@ from areal.chassis import tracing
 _CALLS = 2
 # A call takes no more once it has so much, so that there is something to overlap.
 CALL_BYTES = 1024 * 1024
-# So few are not worth two calls: one costs its two ends more than encoding them does.
+# Fewer items than this are sent in one call: a second call costs more than their encoding.
 _TOGETHER = 8
 
 
@@ -107,11 +107,11 @@ class Batching(Generic[RequestT, ResultT]):
                 continue
             self._sent += 1
             try:
-                with tracing.apart():  # it is of all of them, not of who offered first
+                with tracing.apart():  # the call belongs to all offers, not to the first
                     results = await self._send(request)
                 for offer, result in zip(offers, results, strict=True):
                     _settle(offer, _outcome(result))
-            except Exception as error:  # each of them is told
+            except Exception as error:  # every offer gets the error
                 for offer in offers:
                     _settle(offer, error)
             finally:
@@ -132,7 +132,7 @@ class Batching(Generic[RequestT, ResultT]):
             if self._waiting[0].worker_id != worker_id:
                 break
             offer = self._waiting.popleft()
-            if offer.result.done():  # who offered it was cancelled
+            if offer.result.done():  # the caller that offered it was cancelled
                 continue
             try:
                 size += offer.add(request)

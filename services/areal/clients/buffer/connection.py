@@ -21,7 +21,7 @@ class BufferConnection(Client):
         "GetTasks": CallPolicy(30.0, 30.0),
         "WaitTasks": CallPolicy(_MARGIN_S, 30.0),
         "GetStats": CallPolicy(5.0),
-        # Its answer may be lost with leases in it: they expire. Called in a loop.
+        # Leases in a lost answer expire. The call is made in a loop.
         "LeaseTasks": CallPolicy(_MARGIN_S, idempotent=False),
         "RenewLeases": CallPolicy(10.0, 10.0),
         "CompleteTasks": CallPolicy(60.0, 60.0),
@@ -50,7 +50,7 @@ class BufferConnection(Client):
 
 
 class Role:
-    """Base class of the roles."""
+    """Base class of the clients by role: submitter, worker, trainer and so on."""
 
     def __init__(self, connection: BufferConnection) -> None:
         self.connection = connection

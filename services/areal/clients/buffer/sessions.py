@@ -12,7 +12,7 @@ from areal.protocol.trajectories import task_to_pb
 from areal.types import Task
 from areal.v1 import buffer_service_pb2 as pb
 
-# As we write it: another spelling of the number would be another name of the session.
+# Only our spelling: another one of the number would be another name of the session.
 _ATTEMPT = re.compile(r"0|[1-9][0-9]{0,3}")
 
 

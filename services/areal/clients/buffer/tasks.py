@@ -153,7 +153,7 @@ class BufferTasks(Role):
         return list((await self._call(self._stub.WaitTasks, request, wait_s=max_wait_s)).task_ids)
 
     async def get_stats(self) -> LedgerStats:
-        """Counters and gauges of the ledger."""
+        """Returns counters and gauges of the ledger."""
         return stats_from_pb(await self._call(self._stub.GetStats, pb.GetStatsRequest()))
 
 

@@ -21,7 +21,7 @@ _MAX_PART_BYTES = 90 * 1024 * 1024
 _LARGE = 1 << 17
 """Tokens of a group from which it is packed in a thread: the event loop serves other sessions."""
 _TOKEN_BYTES = 17
-"""Of a token without routes: its id, logprob, versions and mask."""
+"""Bytes of a token without routes: its id, logprob, versions and mask."""
 
 
 class BufferWorker(Role):

@@ -18,7 +18,7 @@ KINDS: dict[str, Any] = {
         *(types.FunctionType, types.MethodType, types.GeneratorType, type({}.values())),
     )
 }
-"""What a Far may say that it is: isinstance believes it."""
+"""The kinds of object that a Far may claim to be; isinstance believes it."""
 
 
 def _call(function: Any, arguments: tuple[Any, ...], named: tuple[Any, ...]) -> Any:
@@ -141,7 +141,7 @@ def _binary(do: str, *, swapped: bool) -> Callable[..., Any]:
 
 
 def _compare(do: str) -> Callable[..., Any]:
-    """What the other process says is believed only of two objects of a class that may say it."""
+    """Compares; the other process is believed only of two objects of a class that may say it."""
 
     def compare(self: Far, other: Any) -> Any:
         peer = self._far_peer

@@ -42,11 +42,11 @@ class Kept(io.RawIOBase):
         self._kept = bytearray()
 
     def writable(self) -> bool:
-        """As of a file."""
+        """Returns True, as a file that is open for writing does."""
         return True
 
     def fileno(self) -> int:
-        """Where programs that this one starts print."""
+        """Returns the descriptor to which programs that the code starts print."""
         return 1
 
     def write(self, data: Any) -> int:
@@ -57,7 +57,7 @@ class Kept(io.RawIOBase):
         return len(data)
 
     def take(self) -> str:
-        """What was printed since the last call."""
+        """Returns what was printed since the last call."""
         text = self._kept.decode(errors="replace")
         self._kept.clear()
         return text
@@ -117,11 +117,11 @@ class Solution(Peer):
         return True
 
     def resolve(self, module: str, name: str) -> Any:
-        """What the tests name of the standard library."""
+        """Finds a name of the standard library for the tests."""
         return standard(module, name)
 
     def printed(self) -> str:
-        """What the code printed since the last reply."""
+        """Returns what the code printed since the last reply."""
         return str(self._kept.take())
 
     def broken(self, why: str) -> NoReturn:

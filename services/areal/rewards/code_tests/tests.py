@@ -40,7 +40,7 @@ class SolutionExit(SystemExit):
 
 
 class Tests(Peer):
-    """The end of the tests."""
+    """Raised at the end of the tests."""
 
     def __init__(self, reader: int, writer: int, solution: int) -> None:
         super().__init__(reader, writer)
@@ -75,7 +75,7 @@ class Tests(Peer):
         return OPERATIONS[do](*arguments)
 
     def pack_other(self, table: Table, value: Any) -> Any:
-        """What the tests pass on: the standard library's by name, their own as it is."""
+        """Encodes what the tests pass on: the standard library by name, their own as it is."""
         if isinstance(value, BaseException):
             return self.pack_error(table, value)
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -96,7 +96,7 @@ class Tests(Peer):
         return self.pack_far(value)
 
     def operators(self, shape: dict[str, Any]) -> bool:
-        """Those of a class that the tests use by its name are the class's own."""
+        """Whether classes have operators of their own: those that the tests use by name have."""
         return bool(self._classes.intersection(map(str, shape["classes"])))
 
     def resolve(self, module: str, name: str) -> Any:
@@ -282,7 +282,7 @@ class Log(io.RawIOBase):
         self._room = room
 
     def writable(self) -> bool:
-        """As of a file."""
+        """Returns True, as a file that is open for writing does."""
         return True
 
     def write(self, data: Any) -> int:

@@ -68,7 +68,7 @@ class Peer:
         raise NotImplementedError
 
     def printed(self) -> str:
-        """What was printed here since the last reply."""
+        """Returns what was printed here since the last reply."""
         return ""
 
     def hear(self, text: str) -> None:
@@ -200,7 +200,7 @@ class Peer:
         return ["far", self.export(value), shape]
 
     def unpack_other(self, table: Table, tag: str, data: list[Any]) -> Any:
-        """What stays in a process, is the same in both, or is an exception."""
+        """Decodes what stays in a process, is the same in both, or is an exception."""
         if tag == "far":
             return self.far(*data)
         if tag == "near":

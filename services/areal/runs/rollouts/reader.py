@@ -70,7 +70,7 @@ class Kept:
         return self.input_ids[:first]
 
     def segments(self) -> Iterator[tuple[bool, list[int]]]:
-        """Its ids in turns: (whether the policy sampled them, ids)."""
+        """Returns its ids in turns: (whether the policy sampled them, ids)."""
         pairs = zip(self.loss_mask, self.input_ids, strict=True)
         for sampled, part in groupby(pairs, key=lambda pair: pair[0]):
             yield bool(sampled), [token for _, token in part]
@@ -124,7 +124,7 @@ class RolloutFolder:
         return self._read(self.files, steps, task_id)
 
     def discarded(self, steps: Sequence[int] | None = None, task_id: str = "") -> list[Kept]:
-        """Those that were not, in the order in which they ended; a task may have no tokens.
+        """Returns groups that were not trained on, in the order of their ends; some have no tokens.
 
         Args:
             steps: Only what ended before the batches of these steps were taken; None: all.
@@ -158,7 +158,7 @@ class RolloutFolder:
         )
 
     def turns(self, one: Kept) -> list[dict[str, Any]]:
-        """Its stretches of given and of sampled tokens: `sampled`, `tokens` and `text` of each."""
+        """Returns its stretches of given and sampled tokens: `sampled`, `tokens`, `text`."""
         if one.turns is not None:
             return one.turns
         return [
@@ -209,7 +209,7 @@ class RolloutFolder:
 
 
 def by_attempt(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
-    """Trajectories by group, of which a task that was tried again has several."""
+    """Returns trajectories by group; a task that was tried again has several groups."""
     groups: dict[str, list[Kept]] = {}
     for each in kept:
         name = each.trajectory_id if each.reward is None else each.trajectory_id.rpartition(".")[0]
@@ -218,7 +218,7 @@ def by_attempt(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
 
 
 def by_task(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
-    """Trajectories by task, in their order."""
+    """Returns trajectories by task, in their order."""
     groups: dict[str, list[Kept]] = {}
     for each in kept:
         groups.setdefault(each.task_id, []).append(each)

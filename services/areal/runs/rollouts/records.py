@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 MODEL_KEY = b"areal.model"
 
 FILES = "step-*-rank*.parquet"
-"""A pattern of the names of files with what was trained on."""
+"""A pattern of the names of files with groups that were trained on."""
 
 DISCARDED = "step-*-discarded.parquet"
-"""A pattern of the names of the others."""
+"""A pattern of the names of files with groups that were not trained on."""
 
 TRAINED = "trained"
 
@@ -136,7 +136,7 @@ def table_of(
         return pa.ListArray.from_arrays(pa.array(borders), pa.array(np.concatenate(arrays)))
 
     def some(value: Callable[[Trajectory], Any], kind: pa.DataType) -> pa.Array:
-        """Null where there is no sample."""
+        """Returns the values, with null where there is no sample."""
         return pa.array([value(t) if len(t.input_ids) else None for t in trajectories], kind)
 
     def seconds(value: Callable[[TrajectoryGroup], float]) -> pa.Array:
@@ -186,7 +186,7 @@ def table_of(
 def _turns(
     trajectories: Sequence[Trajectory], borders: npt.NDArray[np.int32], decode: Decode | None
 ) -> pa.Array:
-    """Each trajectory's stretches of given and of sampled tokens, with their texts."""
+    """Returns each trajectory's stretches of given and of sampled tokens, with their texts."""
     import pyarrow as pa
 
     fields = {"sampled": pa.bool_(), "tokens": pa.int32(), "text": pa.string()}

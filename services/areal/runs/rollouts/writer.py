@@ -174,7 +174,7 @@ class RolloutWriter:
         self._complained = True
 
     def _decoder(self) -> Decode | None:
-        """Ids to text, once the model's tokenizer is loaded; None: there is none."""
+        """Returns a function from ids to text; None until the model's tokenizer is loaded."""
         if self._model and not self._loaded:
             self._loaded = True
             try:
@@ -237,7 +237,7 @@ class RolloutWriter:
 
 
 def _above(step: int, names: Sequence[str]) -> list[str]:
-    """Those of our files that belong to later steps."""
+    """Returns those of our files that belong to later steps."""
     return [name for name in fnmatch.filter(names, _FILES) if step_of(name) > step]
 
 

@@ -67,16 +67,16 @@ class Gathering:
     The tensors are read until `buckets` has ended. They must not change before.
 
     Args:
-        hf: the model, resharded.
-        source: its directory.
-        held: the result of `Held.of`.
-        dtype: to cast floating tensors to, but those that stay in float32 (`precision`); None: as
+        hf: The model, resharded.
+        source: Its directory.
+        held: The result of `Held.of`.
+        dtype: To cast floating tensors to, but those that stay in float32 (`precision`); None: as
             they are.
-        group: process group of all ranks for the model's device; no one else may use it meanwhile.
-        adapters: gather only the adapters, by peft's names, and not the model with them.
+        group: Process group of all ranks for the model's device; no one else may use it meanwhile.
+        adapters: Gather only the adapters, by peft's names, and not the model with them.
 
     Raises:
-        InvalidInput: a tensor's pieces do not add up to it.
+        InvalidInput: A tensor's pieces do not add up to it.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Gathering:
 
     @torch.no_grad()
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield, on rank 0, lists of (Hub name, whole tensor), as `save_pretrained` writes them.
+        """Yields, on rank 0, lists of (Hub name, whole tensor), as `save_pretrained` writes them.
 
         The tensors are new and on the model's device; the other tensors of the model's directory
         follow, on the CPU. Other ranks yield nothing: they send.
@@ -163,7 +163,7 @@ class Gathering:
         return _Whole(name, tuple(tensor.shape), dtype, pieces)
 
     def _packed(self, bucket: _Bucket) -> Tensor | None:
-        """This rank's pieces, cast, as bytes; None: it has none."""
+        """Returns this rank's pieces, cast, as bytes; None: it has none."""
         if not bucket.sizes.get(self._rank):
             return None
         buffer = torch.empty(
@@ -178,7 +178,7 @@ class Gathering:
         return buffer
 
     def _assembled(self, bucket: _Bucket, mine: Tensor | None) -> dict[str, Tensor]:
-        """Each tensor's name and the whole of it, of what all ranks have sent."""
+        """Returns each tensor's name and the whole tensor, from the pieces of all ranks."""
         device = _local(self._any(bucket)).device
         buffers = {
             rank: torch.empty(size, dtype=torch.uint8, device=device)
@@ -210,13 +210,14 @@ class Held:
     """Facts about a model that do not change while it is trained."""
 
     boxes: dict[str, list[Box]]
-    """Of each tensor that leaves, its name and what each rank holds of it."""
+    """Name of each exported tensor, and the boxes of it that each rank holds."""
     bystanders: list[str]
-    """On rank 0, what lies beside the model in its directory and goes with it."""
+    """On rank 0, tensors that are in the model's directory, do not belong to the model, and are
+    exported with it."""
 
     @classmethod
     def of(cls, hf: Any, source: Path, *, adapters: bool = False) -> Held:
-        """Read them from the model; collective, and not allowed during a forward pass."""
+        """Reads them from the model; collective, and not allowed during a forward pass."""
         live, steps = _exported(hf, adapters)
         names = [name for step in steps for name in step.names]
         mine = [_box(live[name]) for name in names]
@@ -253,7 +254,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _box(tensor: Any) -> Box:
-    """What this rank holds of a tensor."""
+    """Returns the part of a tensor that this rank holds."""
     if not hasattr(tensor, "to_local"):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -35,15 +35,15 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 def write_directory(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], hf: Any, source: Path
 ) -> None:
-    """Write a Hugging Face directory: weights, config, generation config, tokenizer files.
+    """Writes a Hugging Face directory: weights, config, generation config, tokenizer files.
 
     Weights of an earlier model in the directory are removed.
 
     Args:
-        directory: created if missing.
+        directory: Created if missing.
         tensors: (name, CPU tensor), from `iter_full_tensors`; held in memory one shard at a time.
-        hf: the model, for its configs.
-        source: directory that the tokenizer files are copied from.
+        hf: The model, for its configs.
+        source: Directory that the tokenizer files are copied from.
     """
     from safetensors.torch import save_file
 
@@ -107,7 +107,7 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def _remove_others(directory: Path, written: set[str]) -> None:
-    """Remove the weights of an earlier model: readers would disagree on which one it is."""
+    """Removes the weights of an earlier model: readers would disagree on which one it is."""
     if len(written) == 1:
         (directory / _INDEX).unlink(missing_ok=True)
     for file in directory.glob("model*.safetensors"):

@@ -47,10 +47,10 @@ class Exporter:
     """One export at a time; `begin` and `gathering` are collective.
 
     Args:
-        hf: the model.
-        source: its directory.
-        device: the model's device.
-        timeout_s: deadline of each exchange between ranks.
+        hf: The model.
+        source: Its directory.
+        device: The model's device.
+        timeout_s: Deadline of each exchange between ranks.
     """
 
     def __init__(self, hf: Any, source: Path, device: torch.device, timeout_s: float) -> None:
@@ -65,10 +65,10 @@ class Exporter:
         self._gathered.set()
         self._since = 0.0
         self.waited_s = 0.0
-        """What `wait_gathered` has cost the training thread, in all."""
+        """Seconds that `wait_gathered` has held up the training thread, in total."""
 
     def gathering(self, dtype: str | None, *, adapters: bool = False) -> Gathering:
-        """Return the current weights, or adapters, to gather, once no other export reads them."""
+        """Returns the current weights, or adapters, to gather, once no other export reads them."""
         self.wait_gathered()
         if adapters not in self._held:
             self._held[adapters] = Held.of(self._hf, self._source, adapters=adapters)
@@ -86,12 +86,12 @@ class Exporter:
         """Starts to gather the weights; on rank 0 `deliver` then gets all of them.
 
         Args:
-            dtype: to cast floating tensors to; None: as they are.
-            deliver: called in a thread with the tensors and, with `twice`, a function that gathers
+            dtype: To cast floating tensors to; None: as they are.
+            deliver: Called in a thread with the tensors and, with `twice`, a function that gathers
                 them again.
-            twice: the same on every rank: `deliver` may have them gathered a second time, unless
+            twice: The same on every rank: `deliver` may have them gathered a second time, unless
                 several GPUs gather in order; it gets None then.
-            adapters: only the adapters, by peft's names; the same on every rank.
+            adapters: Only the adapters, by peft's names; the same on every rank.
 
         Returns:
             A future. On rank 0 it is done when `deliver` has returned or raised; on other ranks,
@@ -141,7 +141,7 @@ class Exporter:
         """Waits until the weights may change.
 
         Raises:
-            WaitTimeout: another rank has not taken part in time.
+            WaitTimeout: Another rank has not taken part in time.
         """
         if self._gathered.is_set():
             return
@@ -151,7 +151,7 @@ class Exporter:
         self.waited_s += time.monotonic() - since
 
     def _launch(self, work: Gathering, ready: Any, host: ToHost) -> Any:
-        """Gather all buckets and have them copied; returns a GPU's event after the last."""
+        """Gathers all buckets and have them copied; returns a GPU's event after the last."""
         with self.stream(ready):
             for bucket in work.buckets():
                 host.add(bucket)
@@ -163,7 +163,7 @@ class Exporter:
 
     @contextmanager
     def stream(self, ready: Any) -> Iterator[None]:
-        """Return this thread's own stream, which starts after `ready` of the training stream."""
+        """Returns this thread's own stream, which starts after `ready` of the training stream."""
         if ready is None:
             yield
             return
@@ -174,7 +174,7 @@ class Exporter:
             yield
 
     def tell(self, repeats: bool | None) -> bool:
-        """Broadcast from rank 0 whether there is a second gathering (other ranks pass None)."""
+        """Broadcasts from rank 0 whether there is a second gathering (other ranks pass None)."""
         if dist.get_world_size() == 1:
             return bool(repeats)
         word = torch.tensor([int(bool(repeats))])
@@ -182,7 +182,7 @@ class Exporter:
         return bool(word.item())
 
     def gathered(self) -> None:
-        """Note that the weights may change."""
+        """Notes that the weights may change."""
         self._gathered.set()
 
 
@@ -221,7 +221,7 @@ class _Repeat:
                 self._exporter.gathered()
 
     def follow(self) -> None:
-        """On other ranks: send the pieces again if rank 0 asks for them."""
+        """Sends the pieces again, on ranks other than 0, if rank 0 asks for them."""
         if self._exporter.tell(None):
             with self._exporter.stream(self._ready):
                 for _ in self._work.buckets():

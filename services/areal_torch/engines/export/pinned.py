@@ -34,7 +34,7 @@ class _Slot:
     readers: list[Future[HostTensor]] = field(default_factory=list)
 
     def room(self, size: int) -> Tensor:
-        """Return pinned memory of this size, once no one reads its previous content."""
+        """Returns pinned memory of this size, once no one reads its previous content."""
         for reader in self.readers:
             reader.result()
         self.readers = []
@@ -89,7 +89,7 @@ class ToHost:
             self._made.append(made)
 
     def result(self) -> tuple[HostTensor, ...]:
-        """Return all tensors with their digests, in the order they were added."""
+        """Returns all tensors with their digests, in the order they were added."""
         return tuple(made.result() for made in self._made)
 
 

@@ -21,10 +21,10 @@ from areal_torch.engines.model.source import load_model
 
 
 def examine(directory: Path) -> dict[str, Any]:
-    """Load a model as a trainer does, on the CPU in float32, and test it.
+    """Loads a model as a trainer does, on the CPU in float32, and tests it.
 
     Args:
-        directory: has config.json; without weights the test uses random ones.
+        directory: Has config.json; without weights the test uses random ones.
     """
     from_scratch = not any(directory.glob("*.safetensors"))
     dtype = torch.float32

@@ -26,7 +26,7 @@ from areal.errors import InvalidInput
 from areal_torch.engines.model import hub_names
 from areal_torch.engines.model.tensor_directory import TensorDirectory
 
-# Of malloc.h, and the values that glibc itself ends with.
+# Options of malloc.h, and the largest values that glibc itself would reach.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST = 32 << 20
 _GATHERED = 1 << 20
@@ -34,7 +34,7 @@ _GATHERED = 1 << 20
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Within, the system gets tensors of 1 MiB and more back as soon as they are freed.
+    """Returns a context in which the system gets freed tensors of 1 MiB and more back at once.
 
     glibc keeps what is freed, up to blocks of 32 MiB once one was freed, so that a start, which
     gathers layers one by one, would leave hundreds of MB with each rank. Training is faster with
@@ -53,14 +53,14 @@ def freed_at_once() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
-    """Allocate memory for a meta model's own shards; their content is undefined until filled.
+    """Allocates memory for a meta model's own shards; their content is undefined until filled.
 
     Tied parameters stay tied, and buffers that have values (rotary frequencies) keep them.
 
     Args:
-        model: already sharded, if it will be.
-        device: device of buffers.
-        parameters_on: device of parameters: the same, or the host if they are offloaded.
+        model: Already sharded, if it will be.
+        device: Device of buffers.
+        parameters_on: Device of parameters: the same, or the host if they are offloaded.
     """
     buffers = [
         (module, name, buffer)
@@ -86,13 +86,13 @@ def materialize(model: nn.Module, device: torch.device, parameters_on: torch.dev
 
 @torch.no_grad()
 def load_own(hf: Any, directory: Path) -> list[Any]:
-    """Read this rank's part of every tensor of a Hub directory.
+    """Reads this rank's part of every tensor of a Hub directory.
 
     Returns:
         transformers' conversions that were used; an export reverts them.
 
     Raises:
-        InvalidInput: a tensor is unknown, missing, of another shape, or given twice, differently;
+        InvalidInput: A tensor is unknown, missing, of another shape, or given twice, differently;
             nothing is changed.
     """
     live = hub_names.live_tensors(hf)
@@ -113,15 +113,15 @@ def load_own(hf: Any, directory: Path) -> list[Any]:
 
 @torch.no_grad()
 def draw_own(hf: Any, skeleton: Any, seed: int) -> None:
-    """Fill a model with random weights, the same for any number of ranks and any layout.
+    """Fills a model with random weights, the same for any number of ranks and any layout.
 
     Each module's weights are drawn whole, as transformers draws them, with a generator seeded with
     its name; then every rank takes its part.
 
     Args:
-        hf: the model; its tensors have memory.
-        skeleton: the same model on the meta device.
-        seed: the run's seed.
+        hf: The model; its tensors have memory.
+        skeleton: The same model on the meta device.
+        seed: The run's seed.
     """
     live = hub_names.live_tensors(hf)
     for prefix, module, owner in _modules(skeleton, "", skeleton):
@@ -145,13 +145,13 @@ def draw_own(hf: Any, skeleton: Any, seed: int) -> None:
 
 @torch.no_grad()
 def make_buffers(hf: Any) -> None:
-    """Compute the buffers that are not in a model's files: rotary frequencies, embedding scales.
+    """Computes the buffers that are not in a model's files: rotary frequencies, embedding scales.
 
     transformers does the same at the end of `from_pretrained`. A buffer may be a matter of its
     module or of one around it: Falcon-H1's decoder computes those of its layers.
 
     Raises:
-        InvalidInput: no module computes one of them.
+        InvalidInput: No module computes one of them.
     """
     modules = list(_modules(hf, "", hf))
     missing = [
@@ -176,7 +176,7 @@ def make_buffers(hf: Any) -> None:
 
 
 def _spoil(buffer: Tensor | None) -> None:
-    """Fill a buffer with a value that nothing computes."""
+    """Fills a buffer with a value that nothing computes."""
     assert buffer is not None
     if buffer.is_floating_point():
         buffer.fill_(float("nan"))
@@ -194,7 +194,7 @@ def _is_spoiled(buffer: Tensor | None) -> bool:
 
 
 def own_box(tensor: Tensor) -> tuple[slice, ...]:
-    """Return this rank's part of a tensor: a range of each dimension."""
+    """Returns this rank's part of a tensor: a range of each dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
@@ -204,12 +204,12 @@ def own_box(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the memory of that part."""
+    """Returns the memory of that part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _modules(module: nn.Module, prefix: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """(name, module, the innermost transformers model around it, which knows how to draw it)."""
+    """Yields (name, module, the innermost transformers model around it, which can draw it)."""
     from transformers import PreTrainedModel
 
     owner = module if isinstance(module, PreTrainedModel) else owner
@@ -219,7 +219,7 @@ def _modules(module: nn.Module, prefix: str, owner: Any) -> Iterator[tuple[str, 
 
 
 def _replace(module: nn.Module, name: str, device: torch.device) -> None:
-    """Put zeros, or nothing on the meta device, in the place of a module's own tensor."""
+    """Puts zeros, or nothing on the meta device, in the place of a module's own tensor."""
     parameter = module._parameters.get(name)
     if parameter is not None:
         zeros = torch.zeros_like(parameter, device=device)

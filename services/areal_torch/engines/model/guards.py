@@ -34,13 +34,13 @@ _HYBRID_LAYERS = frozenset({"hybrid", "hybrid_sliding"})
 
 
 def refuse_unsupported(hf: Any) -> None:
-    """Refuse an architecture that is visibly not made for packed sequences.
+    """Refuses an architecture that is visibly not made for packed sequences.
 
     Args:
         hf: transformers causal language model.
 
     Raises:
-        InvalidInput: the message says what is wrong, why, and what to do.
+        InvalidInput: The message says what is wrong, why, and what to do.
     """
     config = hf.config.get_text_config()
     kinds, recurrent = layer_types(config), recurrent_modules(decoder_of(hf))
@@ -75,12 +75,12 @@ def refuse_unsupported(hf: Any) -> None:
 
 
 def is_scalar(hf: Any) -> bool:
-    """Return whether a model's head returns one number instead of logits."""
+    """Returns whether a model's head returns one number instead of logits."""
     return hasattr(hf, "score")
 
 
 def refusal(hf: Any, what: str) -> InvalidInput:
-    """Return the error of a model that cannot be trained, with the reason."""
+    """Returns the error of a model that cannot be trained, with the reason."""
     return InvalidInput(
         f"model {type(hf).__name__} cannot be trained on packed sequences: {what}; "
         "choose another model (docs/models.md)"
@@ -88,10 +88,10 @@ def refusal(hf: Any, what: str) -> InvalidInput:
 
 
 def set_attention(hf: Any, kernel: str) -> None:
-    """Make a kernel compute all of the model's attention.
+    """Makes a kernel compute all of the model's attention.
 
     Raises:
-        InvalidInput: the architecture has attention of its own.
+        InvalidInput: The architecture has attention of its own.
     """
     name = registered_name(kernel)
     if not hf._can_set_attn_implementation():
@@ -105,14 +105,14 @@ def set_attention(hf: Any, kernel: str) -> None:
 
 
 def use_attention(hf: Any, name: str) -> None:
-    """Let the layers of text call an attention function that is registered in transformers."""
+    """Lets the layers of text call an attention function that is registered in transformers."""
     hf.set_attn_implementation(name)
     if vision.sees(hf):  # patches of an image see all others
         hf.set_attn_implementation({"vision_config": "sdpa"})
 
 
 def decoder_of(hf: Any) -> nn.Module:
-    """Return the part that maps tokens to the hidden states that the head reads.
+    """Returns the part that maps tokens to the hidden states that the head reads.
 
     In a model of text and images it is the language tower.
     """
@@ -126,14 +126,14 @@ def decoder_of(hf: Any) -> nn.Module:
 
 
 def freeze_towers(hf: Any) -> None:
-    """Freeze the parts that only images and sounds reach, if no batch can have any."""
+    """Freezes the parts that only images and sounds reach, if no batch can have any."""
     for module, name in _of_towers(hf):
         if (parameter := module._parameters.get(name)) is not None:
             parameter.requires_grad_(False)
 
 
 def drop_towers(hf: Any) -> frozenset[str]:
-    """Take the tensors of the same parts out of a model; returns their names in it.
+    """Takes the tensors of the same parts out of a model; returns their names in it.
 
     What is left needs no memory for them and trains text. A model whose decoder is all there is
     loses nothing.
@@ -145,7 +145,7 @@ def drop_towers(hf: Any) -> frozenset[str]:
 
 
 def _of_towers(hf: Any) -> Iterator[tuple[nn.Module, str]]:
-    """(module, name) of each tensor that only images and sounds reach."""
+    """Yields (module, name) of each tensor that only images and sounds reach."""
     if hf.config.get_text_config() is hf.config or vision.sees(hf):
         return
     parts = filter(None, (decoder_of(hf), hf.get_output_embeddings()))
@@ -159,7 +159,7 @@ def _of_towers(hf: Any) -> Iterator[tuple[nn.Module, str]]:
 
 
 def placeholders(config: Any) -> list[int]:
-    """Return the placeholder tokens that a model replaces with images or sounds."""
+    """Returns the placeholder tokens that a model replaces with images or sounds."""
     names = (
         f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")
     )
@@ -168,7 +168,7 @@ def placeholders(config: Any) -> list[int]:
 
 
 def rope_limit(config: Any) -> int | None:
-    """Return the longest sequence whose rope does not depend on its neighbors; None: any length.
+    """Returns the longest sequence whose rope does not depend on its neighbors; None: any length.
 
     Beyond it, transformers gives every sequence of a micro-batch the rope of the longest.
     """
@@ -185,7 +185,7 @@ def rope_limit(config: Any) -> int | None:
 
 
 def silence_noise(hf: Any) -> None:
-    """Put the model into eval(), because PPO needs each forward pass to compute the same function.
+    """Puts the model into eval(), because PPO needs each forward pass to compute the same function.
 
     Dropout goes, and routers pick experts as they do in generation. Dropouts are set to 0 as well
     for the layers that `recompute_layers` leaves in train().

@@ -45,20 +45,20 @@ class Head(Protocol):
     def read(
         self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
     ) -> tuple[Tensor, Tensor]:
-        """Read the head's values from hidden states.
+        """Reads the head's values from hidden states.
 
         Args:
-            hf: the model; its parameters are whole.
+            hf: The model; its parameters are whole.
             hidden: [N, dim].
-            batch: packed batch.
+            batch: Packed batch.
             targets: int64 [N], positions of the loss tokens in the batch.
-            chunk_elements: largest logits tensor.
+            chunk_elements: Largest logits tensor.
 
         Returns:
             The value, [N, ...], with gradient, and a second one, [N, ...], without.
 
         Raises:
-            InvalidInput: the model has no such head.
+            InvalidInput: The model has no such head.
         """
 
 
@@ -112,7 +112,8 @@ class ScalarHead:
     """One number for each loss token, float32 (float64) [N]; the second value is zeros."""
 
     shift: int = 1
-    """1: the value of the state before a token; 0: the score of what ends with it."""
+    """1: a token's value is that of the state before it; 0: its score is that of the text that ends
+    with it."""
 
     def read(
         self, hf: Any, hidden: Tensor, batch: Batch, targets: Tensor, *, chunk_elements: int
@@ -129,17 +130,17 @@ class ScalarHead:
 def chosen_logprobs(
     hf: Any, hidden: Tensor, labels: Tensor, temperature: float, *, chunk_elements: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the same as `logprobs_of`, from hidden states [N, dim].
+    """Returns the same as `logprobs_of`, from hidden states [N, dim].
 
     Args:
         hf: transformers causal language model.
-        hidden: hidden states of the tokens before the labels.
+        hidden: Hidden states of the tokens before the labels.
         labels: int64 [N]; or [N, k], whose logprobs then are [N, k].
         temperature: > 0.
-        chunk_elements: largest logits tensor.
+        chunk_elements: Largest logits tensor.
 
     Raises:
-        InvalidInput: the head is more than a linear layer.
+        InvalidInput: The head is more than a linear layer.
     """
     weight, bias = _parameters(hf)
     size = max(1, chunk_elements // weight.shape[0])
@@ -150,27 +151,27 @@ def chosen_logprobs(
 
 
 def logits_of(hf: Any, hidden: Tensor, matrix: Tensor | None = None) -> Tensor:
-    """Return the logits that logprobs are made of, float32 (float64) [N, vocabulary].
+    """Returns the logits that logprobs are made of, float32 (float64) [N, vocabulary].
 
     Args:
         hf: transformers causal language model.
         hidden: [N, dim].
-        matrix: from `wide_matrix`, if the head is to be used often; None: made here.
+        matrix: From `wide_matrix`, if the head is to be used often; None: made here.
 
     Raises:
-        InvalidInput: the head is more than a linear layer.
+        InvalidInput: The head is more than a linear layer.
     """
     matrix = wide_matrix(hf) if matrix is None else matrix
     return _Transform.of(hf, 1.0).apply_(_logits(hidden, matrix, _parameters(hf)[1]))
 
 
 def wide_matrix(hf: Any) -> Tensor:
-    """Return the head's weight as it is multiplied; raises InvalidInput as `logits_of` does."""
+    """Returns the head's weight as it is multiplied; raises InvalidInput as `logits_of` does."""
     return _matrix(_parameters(hf)[0])
 
 
 def _parameters(hf: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the head, whole; FSDP's hooks have gathered what it shards."""
+    """Returns the head's whole weight and bias; FSDP's hooks have gathered what it shards."""
     head = hf.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise InvalidInput(
@@ -199,18 +200,18 @@ class _Transform:
         return cls(_logit_scale(config), cap, temperature)
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """Apply it in place."""
+        """Applies it in place."""
         if self.cap is None:
             return logits if self.factor == 1.0 else logits.mul_(self.factor)
         return logits.mul_(self.scale / self.cap).tanh_().mul_(self.cap / self.temperature)
 
     @property
     def factor(self) -> float:
-        """What a gradient of transformed logits is multiplied by, without a cap."""
+        """Returns the factor of a gradient of transformed logits, without a cap."""
         return self.scale / self.temperature
 
     def slope_(self, transformed: Tensor) -> Tensor:
-        """Turn transformed logits into what a cap adds to that factor, in place."""
+        """Turns transformed logits into what a cap adds to that factor, in place."""
         assert self.cap is not None
         return transformed.mul_(self.temperature / self.cap).square_().neg_().add_(1.0)
 
@@ -321,7 +322,7 @@ def _logits(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor | None, change: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return total + change.T @ rows as `dtype`; the total is changed in place."""
+    """Returns total + change.T @ rows as `dtype`; the total is changed in place."""
     if not change.is_cuda:
         rows = rows.to(change.dtype)
     if dtype == change.dtype:
@@ -332,7 +333,7 @@ def _add_product(total: Tensor | None, change: Tensor, rows: Tensor, dtype: torc
 
 
 def _of_equal_ids(above: Tensor, ids: Tensor) -> Tensor:
-    """[N, k] -> [N, k]: each value, and those of other columns with the same id, added up."""
+    """Adds to each value, [N, k], those of other columns with the same id."""
     if ids.shape[1] == 1:
         return above
     equal = ids[:, :, None] == ids[:, None, :]
@@ -340,7 +341,7 @@ def _of_equal_ids(above: Tensor, ids: Tensor) -> Tensor:
 
 
 def _logit_scale(config: Any) -> float:
-    """Return the factor that the architecture puts on its logits."""
+    """Returns the factor that the architecture puts on its logits."""
     scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
     scaling = float(getattr(config, "logits_scaling", None) or 1.0)
     # Granite divides by it, HyperCLOVA X multiplies.
@@ -348,7 +349,7 @@ def _logit_scale(config: Any) -> float:
 
 
 def logprobs_of(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log_softmax(logits / temperature) at the labels, and the entropies without gradient.
+    """Returns log_softmax(logits / temperature) at the labels, and the entropies without gradient.
 
     The plain formula: what the self-test compares the head with.
 

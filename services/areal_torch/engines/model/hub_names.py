@@ -35,7 +35,7 @@ class Step:
     """Tensors of one side that are converted together to tensors of the other."""
 
     target: str
-    """The first tensor that it makes; the only one without a converter."""
+    """The first tensor that it makes, which is the only one if there is no converter."""
     converter: Any = None
     """transformers' `WeightConverter`; None: only the name changes."""
     renamings: list[Any] = field(default_factory=list)
@@ -50,11 +50,11 @@ class Step:
 
     @torch.no_grad()
     def run(self, hf: Any, tensors: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-        """Convert the tensors.
+        """Converts the tensors.
 
         Args:
-            hf: the model; some converters ask it for sizes.
-            tensors: whole ones in the order of `names`; on the meta device only shapes come out.
+            hf: The model; some converters ask it for sizes.
+            tensors: Whole ones in the order of `names`; on the meta device only shapes come out.
 
         Returns:
             (name, contiguous tensor) of the other side; some may be views of one memory.
@@ -76,13 +76,13 @@ class Step:
 
 
 def live_tensors(hf: Any) -> dict[str, Tensor]:
-    """Return the parameters and saved buffers by the model's own names; tied ones once."""
+    """Returns the parameters and saved buffers by the model's own names; tied ones once."""
     seconds = _tied(hf)
     return {name: tensor for name, tensor in _state(hf).items() if name not in seconds}
 
 
 def export_steps(hf: Any) -> list[Step]:
-    """Return the steps that convert `live_tensors` to a Hub directory's; the same on every rank.
+    """Returns the steps that convert `live_tensors` to a Hub directory's; the same on every rank.
 
     What was converted when the model was loaded is reverted, so that the names of its own directory
     come out again; a model made from a config alone gets its family's.
@@ -108,7 +108,7 @@ def export_steps(hf: Any) -> list[Step]:
 
 
 def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[Any]]:
-    """Return the steps that convert a Hub directory's tensors to `live_tensors`; check all first.
+    """Returns the steps that convert a Hub directory's tensors to `live_tensors`; checks all first.
 
     Returns:
         Steps that make every live tensor, and transformers' conversions that take part. What
@@ -116,7 +116,7 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
         so is a second name of a tied tensor.
 
     Raises:
-        InvalidInput: a tensor is unknown, missing, of another shape, or given twice, differently.
+        InvalidInput: A tensor is unknown, missing, of another shape, or given twice, differently.
     """
     found = directory.shapes
     steps, unknown, used = _targets(hf, found)
@@ -150,7 +150,7 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
 
 
 def repeated(hf: Any, found: Shapes) -> dict[str, str]:
-    """Return the directory's second names of tied tensors -> the names that are read."""
+    """Returns the directory's second names of tied tensors -> the names that are read."""
     steps, _, _ = _targets(hf, found)
     return {
         steps[second].names[0]: steps[kept].names[0]
@@ -160,14 +160,14 @@ def repeated(hf: Any, found: Shapes) -> dict[str, str]:
 
 
 def bystanders(hf: Any, source: Path) -> list[str]:
-    """Return tensors of the model's directory that transformers knows but does not load.
+    """Returns tensors of the model's directory that transformers knows but does not load.
 
     Layers for speculative decoding, the tower for images beside a language model, old masks: a
     version without them would not be the model that servers started with.
 
     Args:
-        hf: the model.
-        source: its directory.
+        hf: The model.
+        source: Its directory.
     """
     try:
         directory = TensorDirectory(source)
@@ -214,7 +214,7 @@ def _targets(hf: Any, found: Shapes) -> tuple[dict[str, Step], dict[str, str], l
 
 
 def known_conversions(hf: Any) -> dict[bool, list[Any]]:
-    """Return how transformers converts a model's tensors: with what is legacy, and without.
+    """Returns how transformers converts a model's tensors: with what is legacy, and without.
 
     `source.build` notes it before FSDP shards any module. FSDP makes classes of its own, which
     transformers takes for custom code: it would leave out what it knows of a decoder within a
@@ -224,7 +224,7 @@ def known_conversions(hf: Any) -> dict[bool, list[Any]]:
 
 
 def _conversions(hf: Any, *, legacy: bool) -> list[Any]:
-    """New objects each time, because they note what they were used for."""
+    """Returns new objects each time, because they note what they were used for."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     known = getattr(hf, "_known_conversions", None)
@@ -234,7 +234,7 @@ def _conversions(hf: Any, *, legacy: bool) -> list[Any]:
 
 
 def left_on_disk(hf: Any) -> frozenset[str]:
-    """Return the model's own names of the tensors of towers that `source.build` left out.
+    """Returns the model's own names of the tensors of towers that `source.build` left out.
 
     They are read from the directory wherever the model's tensors leave the trainer (`bystanders`).
     """
@@ -252,7 +252,7 @@ def _state(hf: Any) -> dict[str, Tensor]:
 
 
 def _tied(hf: Any) -> dict[str, str]:
-    """Second names of tied tensors -> the name that `save_pretrained` keeps."""
+    """Maps second names of tied tensors to the name that `save_pretrained` keeps."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in _state(hf).items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -302,7 +302,7 @@ def _same(directory: TensorDirectory, one: Step, other: Step) -> bool:
 
 
 def _shapes_made(hf: Any, step: Step, given: Shapes) -> dict[str, tuple[int, ...]]:
-    """Of what a step makes; of nothing, if it cannot be run."""
+    """Returns the shapes that a step makes; empty if it cannot be run."""
     tensors = [torch.empty(given[name], device="meta") for name in step.names]
     try:
         return {name: tuple(tensor.shape) for name, tensor in step.run(hf, tensors)}
@@ -311,7 +311,7 @@ def _shapes_made(hf: Any, step: Step, given: Shapes) -> dict[str, tuple[int, ...
 
 
 def _heeded(hf: Any, missing: Iterable[str], unknown: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Both, without what transformers does not mind in this family."""
+    """Returns both, without the names that transformers ignores in this family."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
     info = LoadStateDictInfo(
@@ -327,7 +327,7 @@ def _heeded(hf: Any, missing: Iterable[str], unknown: Iterable[str]) -> tuple[se
 
 
 def _difference(hf: Any, found: Shapes, wrong: set[str], unknown: Sequence[str]) -> str:
-    """What is wrong with a directory, in the Hub's names; `wrong` are the model's own."""
+    """Describes what is wrong with a directory, in the Hub's names; `wrong` are the model's own."""
     live = {name: tuple(tensor.shape) for name, tensor in live_tensors(hf).items()}
     lacking, misshapen = list[str](), list[str]()
     for step in export_steps(hf):

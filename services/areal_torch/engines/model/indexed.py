@@ -20,16 +20,16 @@ from torch import Tensor
 
 KIND = "indexed attention"
 LAYER = "indexed_attention"
-"""Its name among a config's layer types."""
+"""Name of this layer type in a config."""
 
 
 def is_indexed(module: Any) -> bool:
-    """Return whether a module is such an attention; one that reuses an earlier choice is, too."""
+    """Returns whether a module is such an attention; one that reuses an earlier choice is, too."""
     return hasattr(module, "indexer") and hasattr(module, "is_causal")
 
 
 def on_rows(module: Any) -> Callable[..., Any]:
-    """Return a forward for rows of sequences [rows, longest, hidden], padded at their ends."""
+    """Returns a forward for rows of sequences [rows, longest, hidden], padded at their ends."""
     module.config = copy.copy(module.config)
     module.config._attn_implementation = "eager"
     if module.indexer is not None:
@@ -53,7 +53,7 @@ def _forward(
 
 
 def _as_wide(chosen: Any, topk: int) -> Any:
-    """Repeat a choice among few keys, so that rows of all lengths have equally many."""
+    """Repeats a choice among few keys, so that rows of all lengths have equally many."""
     if not isinstance(chosen, Tensor) or chosen.is_floating_point():
         return None  # weights of attention
     lacking = topk - chosen.shape[-1]

@@ -33,15 +33,15 @@ _ADAPTER = "default"  # peft's own name of the only one
 
 
 def inject(hf: Any, config: LoraConfig, dtype: torch.dtype) -> None:
-    """Put adapters into a model on the meta device, and freeze the rest; `draw` fills them.
+    """Puts adapters into a model on the meta device, and freezes the rest; `draw` fills them.
 
     Args:
         hf: transformers model.
-        config: the adapters' configuration.
-        dtype: the dtype in which they are trained.
+        config: The adapters' configuration.
+        dtype: The dtype in which they are trained.
 
     Raises:
-        InvalidInput: no linear layer of the decoder has such a name.
+        InvalidInput: No linear layer of the decoder has such a name.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -96,12 +96,12 @@ def _beyond(hf: Any) -> Iterator[str]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether `inject` was called on a model."""
+    """Returns whether `inject` was called on a model."""
     return any(True for _ in _adapted(module))
 
 
 def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters that a checkpoint holds: all, or only the adapters if there are any.
+    """Yields the parameters that a checkpoint holds: all, or only the adapters if there are any.
 
     The other parameters have not changed since they were loaded.
     """
@@ -113,18 +113,18 @@ def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @torch.no_grad()
 def draw(hf: Any, seed: int) -> None:
-    """Fill the adapters: A at random, as peft does, the same on any ranks in any layout; B with 0.
+    """Fills the adapters: A at random, as peft does, the same on any ranks in any layout; B with 0.
 
     Args:
-        hf: the model; its tensors have memory.
-        seed: the run's seed.
+        hf: The model; its tensors have memory.
+        seed: The run's seed.
     """
     for name, module in _adapted(hf):
         down = module.lora_A[_ADAPTER].weight
         generator = torch.Generator().manual_seed(
             xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1
         )
-        # Of one precision and one device everywhere: then it is rounded.
+        # Drawn in one precision on one device everywhere, and rounded afterwards.
         whole = torch.empty(down.shape, dtype=torch.float32)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         fill.local(down).copy_(whole[fill.own_box(down)])
@@ -133,7 +133,7 @@ def draw(hf: Any, seed: int) -> None:
 
 @contextmanager
 def switched_off(hf: Any) -> Iterator[None]:
-    """Context in which the model computes without its adapters."""
+    """Returns a context in which the model computes without its adapters."""
     modules = [module for _, module in _adapted(hf)]
     for module in modules:
         module.enable_adapters(False)
@@ -149,13 +149,13 @@ class Delta:
     """The values that an adapter adds to this rank's rows of a matrix."""
 
     down: Tensor
-    """A, whole."""
+    """The whole matrix A."""
     up: Tensor
-    """Those rows of B, in place."""
+    """The corresponding rows of B, in place."""
     scale: float
 
     def merged(self, rows: Tensor) -> Tensor:
-        """W + scale * B A of these rows [n, in], computed in float32 (float64)."""
+        """Returns W + scale * B A for these rows [n, in], computed in float32 (float64)."""
         wide = torch.promote_types(torch.promote_types(rows.dtype, self.up.dtype), torch.float32)
         product = torch.mm(self.up.to(wide), self.down.to(wide))
         return product.mul_(self.scale).add_(rows)
@@ -163,7 +163,7 @@ class Delta:
 
 @torch.no_grad()
 def deltas(hf: Any) -> dict[str, Delta]:
-    """Return the deltas by the model's own name of each matrix; collective, empty without adapters.
+    """Returns the deltas by the model's own name of each matrix; collective; empty: no adapters.
 
     The A matrices of all layers are gathered: 80 MB for a model of 7 billion parameters at rank 16.
     """
@@ -176,7 +176,7 @@ def deltas(hf: Any) -> dict[str, Delta]:
 
 
 def published(hf: Any) -> dict[str, Tensor]:
-    """Return A and B of every layer, as this rank has them, by the names that peft reads."""
+    """Returns A and B of every layer, as this rank has them, by the names that peft reads."""
     return {
         f"{PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}": parameter
         for name, parameter in hf.named_parameters()
@@ -185,7 +185,7 @@ def published(hf: Any) -> dict[str, Tensor]:
 
 
 def trained_beside(hf: Any) -> list[str]:
-    """Return names of trained parameters that no adapter contains."""
+    """Returns names of trained parameters that no adapter contains."""
     return [n for n, p in hf.named_parameters() if p.requires_grad and ".lora_" not in n]
 
 
@@ -193,7 +193,7 @@ class Described:
     """Says of each adapter that is published what a server needs to know; for one thread.
 
     Args:
-        config: the adapters'.
+        config: The adapters'.
         base_digest: `PolicyVersion.digest` of the model without them.
     """
 
@@ -202,7 +202,7 @@ class Described:
         self._before: tuple[str, dict[str, Tensor]] = ("", {})
 
     def info(self, name: str, tensors: tuple[HostTensor, ...]) -> AdapterInfo:
-        """Return the description of one, whose name is `name`."""
+        """Returns the description of one, whose name is `name`."""
         scale = self._config.alpha / self._config.rank
         ups = {t.name: _values(t) for t in tensors if split_name(t.name)[1] == "B"}
         before, earlier = self._before
@@ -229,12 +229,12 @@ def _largest(tensors: list[Tensor]) -> float:
 
 
 def write(hf: Any, folder: Path, base: str) -> None:
-    """Write the adapters alone, as peft's `PeftModel.from_pretrained` reads them.
+    """Writes the adapters alone, as peft's `PeftModel.from_pretrained` reads them.
 
     Args:
-        hf: the model, whole on this rank.
-        folder: created if missing.
-        base: path or Hub name of the model without the adapters.
+        hf: The model, whole on this rank.
+        folder: Created if missing.
+        base: Path or Hub name of the model without the adapters.
     """
     from safetensors.torch import save_file
 
@@ -251,7 +251,7 @@ def write(hf: Any, folder: Path, base: str) -> None:
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(the model's own name, peft's module) of each layer with an adapter."""
+    """Yields (the model's own name, peft's module) of each layer with an adapter."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module

@@ -38,29 +38,29 @@ class PackedCausalLM(nn.Module):
         boundaries: Mapping[type, str] | None = None,
         replays: bool = True,
     ) -> None:
-        """Wrap `hf`.
+        """Wraps `hf`.
 
         Args:
             hf: transformers causal language model.
-            kernel: the attention kernel, from `dispatch.choose`.
-            chunk_elements: largest logits tensor.
-            boundaries: from `recurrent.choose`; None: no layer's kernels heed them.
-            replays: take the experts that a batch's routes name; false: routers always choose.
+            kernel: The attention kernel, from `dispatch.choose`.
+            chunk_elements: Largest logits tensor.
+            boundaries: From `recurrent.choose`; None: no layer's kernels heed them.
+            replays: Take the experts that a batch's routes name; false: routers always choose.
 
         Raises:
-            InvalidInput: the architecture cannot be computed on packed sequences.
+            InvalidInput: The architecture cannot be computed on packed sequences.
         """
         super().__init__()
         self.hf = hf
         self.kernel = kernel
         self.chunk_elements = chunk_elements
         self.context: Context | None = None
-        """Ranks among which a micro-batch's tokens are spread; set before the first forward."""
+        """Ranks that share a micro-batch's tokens; set before the first forward pass."""
         guards.refuse_unsupported(hf)
         self.rope_limit = guards.rope_limit(hf.config)
         text = hf.config.get_text_config()
         self.longest = longest_input(text.to_dict())
-        """The most tokens of a sequence; None: any number."""
+        """Most tokens of a sequence; None: any number."""
         self.vocab_size: int | None = getattr(text, "vocab_size", None)
         guards.set_attention(hf, kernel)
         guards.freeze_towers(hf)
@@ -71,11 +71,11 @@ class PackedCausalLM(nn.Module):
         self._placeholders = torch.tensor(guards.placeholders(hf.config), dtype=torch.int64)
 
     def check_images(self, batch: Batch, ranks_per_share: int) -> None:
-        """Refuse images that this model or layout would compute wrong; see `vision.check`."""
+        """Refuses images that this model or layout would compute wrong; see `vision.check`."""
         vision.check(self.hf, batch, ranks_per_share, self._placeholders)
 
     def check_tokens(self, batch: Batch) -> None:
-        """Refuse sequences that are longer than the model, and ids beyond its embedding.
+        """Refuses sequences that are longer than the model, and ids beyond its embedding.
 
         Raises:
             InvalidInput: Names the sequence, from 0.
@@ -96,7 +96,7 @@ class PackedCausalLM(nn.Module):
         )
 
     def plan(self, batch: Batch, *, share_prefixes: bool, least: float = 0.0) -> PackedLayout:
-        """Plan a micro-batch's computation, with what this model's kernels read."""
+        """Plans a micro-batch's computation, with what this model's kernels read."""
         buckets = self.kernel == PACKED or self.recurrent.by_length
         chunk = next(iter(chunk_sizes(self.hf.config.get_text_config())), None)
         return build_layout(
@@ -111,15 +111,15 @@ class PackedCausalLM(nn.Module):
         head: Head,
         seen: vision.Seen | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute what a head reads.
+        """Computes what a head reads.
 
         Args:
-            batch: packed batch on the model's device.
-            layout: from `build_layout(batch)`.
+            batch: Packed batch on the model's device.
+            layout: From `build_layout(batch)`.
             targets: int64 [N], batch positions to read at; with a shift none is a sequence's first.
                 Position 0 means "no target"; ignore the value returned for it.
-            head: with a shift it reads at the token before the target.
-            seen: the batch's images; None for text.
+            head: With a shift it reads at the token before the target.
+            seen: The batch's images; None for text.
 
         Returns:
             What `head.read` does, with N the targets.
@@ -172,7 +172,7 @@ class PackedCausalLM(nn.Module):
 
 
 def _spread(part: Tensor, found: Tensor, total: int) -> Tensor:
-    """Put a rank's rows in their places among all; the last counts nothing.
+    """Puts a rank's rows in their places among all; the last counts nothing.
 
     It lets a rank without any take part in the backward pass.
     """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 def counting(decoder: nn.Module) -> list[Any]:
-    """Return the attention modules that take positions from places in the row."""
+    """Returns the attention modules that take positions from places in the row."""
     return [
         module
         for module in decoder.modules()
@@ -28,7 +28,7 @@ def counting(decoder: nn.Module) -> list[Any]:
 
 
 def count_in_sequences(decoder: nn.Module) -> None:
-    """Tell such modules the positions of a packed batch; a plain row stays as it is."""
+    """Tells such modules the positions of a packed batch; a plain row stays as it is."""
     for module in counting(decoder):
         # A function of its own for each module would be compiled for each.
         module.register_forward_pre_hook(_tell, with_kwargs=True)
@@ -48,7 +48,7 @@ class _Seen:
     """The part of transformers' cache that attention calls; it keeps nothing."""
 
     def __init__(self, tokens: Tensor) -> None:
-        """Hold the number of tokens that were seen before the row, for each of its tokens."""
+        """Holds the number of tokens that were seen before the row, for each of its tokens."""
         self._tokens = tokens
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:

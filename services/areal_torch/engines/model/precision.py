@@ -22,7 +22,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def float32_tensors(hf: Any) -> set[str]:
-    """Return the names of parameters and buffers that 16 bits do not suffice for.
+    """Returns the names of parameters and buffers that 16 bits do not suffice for.
 
     Args:
         hf: transformers model, with or without adapters.
@@ -41,11 +41,11 @@ def float32_tensors(hf: Any) -> set[str]:
 
 
 def widen(hf: Any, dtype: torch.dtype) -> None:
-    """Give those tensors of a model on the meta device float32, if it has 16 bits.
+    """Gives those tensors of a model on the meta device float32, if it has 16 bits.
 
     Args:
         hf: transformers model.
-        dtype: of its parameters.
+        dtype: Of its parameters.
     """
     if dtype not in _HALVES:
         return

@@ -39,7 +39,7 @@ from areal_torch.engines.model.indexed import is_indexed
 # How modules take the boundaries: `cu_seq_lens_q` is handed on to the kernel as `cu_seqlens`.
 _ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens")
 _LIGHTNING = "LightningAttention"
-"""MiniMax's: a state without a convolution."""
+"""MiniMax's layer: a state without a convolution."""
 _TRIED = (5, 1, 70, 3)
 """Lengths of the trial's sequences: shorter than a convolution, and longer than a chunk."""
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -47,7 +47,7 @@ _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 
 
 def modules_of(decoder: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, module) of each module that mixes tokens by its own code.
+    """Returns (name, module) of each module that mixes tokens by its own code.
 
     That is a convolution, a state, or attention to the keys that an indexer picks.
     """
@@ -63,7 +63,7 @@ def _convolves(module: nn.Module) -> bool:
 
 
 def kind_of(module: Any) -> str:
-    """Return what users call such a layer."""
+    """Returns what users call such a layer."""
     if is_indexed(module):
         return indexed.KIND
     own = {name.rpartition(".")[2] for name, _ in module.named_parameters()}
@@ -77,7 +77,7 @@ def kind_of(module: Any) -> str:
 
 
 def state_products(module: Any) -> int:
-    """Return the multiplications with the state that one token costs forward.
+    """Returns the multiplications with the state that one token costs forward.
 
     A delta rule reads the state, corrects it, and reads it again; others update it and read it.
     """
@@ -94,7 +94,7 @@ def state_products(module: Any) -> int:
 
 
 def float32_names(module: Any) -> list[str]:
-    """Return a recurrent module's own names of the parameters that stay in float32."""
+    """Returns a recurrent module's own names of the parameters that stay in float32."""
     delta = kind_of(module) == "gated delta rule"
     return [
         name
@@ -107,19 +107,19 @@ class RecurrentLayers:
     """A model's layers with a state or a convolution, told of each micro-batch's sequences."""
 
     def __init__(self, hf: Any, decoder: nn.Module, boundaries: Mapping[type, str]) -> None:
-        """Take over the forward of each.
+        """Takes over the forward of each.
 
         Args:
             hf: transformers causal language model, as `recompute_layers` leaves it.
-            decoder: its part that maps tokens to hidden states.
-            boundaries: from `choose`; the other classes are computed by length.
+            decoder: Its part that maps tokens to hidden states.
+            boundaries: From `choose`; the other classes are computed by length.
         """
         self._layout: PackedLayout | None = None
         found = modules_of(decoder)
         self.by_length = any(type(module) not in boundaries for _, module in found)
         """Whether layouts need buckets."""
         self.kinds = sorted({kind_of(module) for _, module in found})
-        """What users call them; empty: the model has none."""
+        """Names of the layers' kinds for messages; empty: the model has none."""
         for _, module in found:
             argument = boundaries.get(type(module))
             plain = module.forward
@@ -134,7 +134,7 @@ class RecurrentLayers:
 
     @contextmanager
     def told(self, layout: PackedLayout | None) -> Iterator[None]:
-        """Context in which the layers compute packed sequences; None: plain rows."""
+        """Returns a context in which the layers compute packed sequences; None: plain rows."""
         before, self._layout = self._layout, layout
         try:
             yield
@@ -166,12 +166,12 @@ class RecurrentLayers:
 
 
 def by_length(forward: Callable[..., Any], layout: PackedLayout, *args: Any, **kwargs: Any) -> Any:
-    """Compute a causal module on sequences, one a row.
+    """Computes a causal module on sequences, one a row.
 
     Args:
-        forward: the module's own; its tensors [1, U, ...] get another shape, [rows, longest, ...].
-        layout: has buckets.
-        args: and `kwargs`, its arguments for the computed tokens, [1, U, ...].
+        forward: The module's own; its tensors [1, U, ...] get another shape, [rows, longest, ...].
+        layout: Has buckets.
+        args: And `kwargs`, its arguments for the computed tokens, [1, U, ...].
 
     Returns:
         What `forward` returns of the computed tokens, [1, U, ...].
@@ -189,14 +189,14 @@ def by_length(forward: Callable[..., Any], layout: PackedLayout, *args: Any, **k
 def with_boundaries(
     forward: Callable[..., Any], argument: str, layout: PackedLayout, *args: Any, **kwargs: Any
 ) -> Any:
-    """Compute a module on whole sequences end to end, telling its kernels where they begin.
+    """Computes a module on whole sequences end to end, telling its kernels where they begin.
 
     Args:
-        forward: as for `by_length`.
-        argument: the keyword by which it takes the boundaries.
-        layout: with or without buckets.
-        args: as for `by_length`.
-        kwargs: as for `by_length`.
+        forward: As for `by_length`.
+        argument: The keyword by which it takes the boundaries.
+        layout: With or without buckets.
+        args: As for `by_length`.
+        kwargs: As for `by_length`.
     """
     row_args, row_kwargs = _take(layout, layout.locate, (1, len(layout.locate)), args, kwargs)
     told = {argument: layout.cu_seqlens, "seq_idx": sequence_index(layout.cu_seqlens.long())}
@@ -215,7 +215,7 @@ def with_boundaries(
 def _take(
     layout: PackedLayout, index: Tensor, shape: tuple[int, int], args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Arguments with other tokens: of each tensor [1, U, ...] those of `index`, in `shape`."""
+    """Replaces the tokens of arguments: of each tensor [1, U, ...] those of `index`, in `shape`."""
     tokens, taken = len(layout.computed), 0
 
     def take(value: Any) -> Any:
@@ -232,7 +232,7 @@ def _take(
 
 
 def _joined(layout: PackedLayout, values: tuple[Any, ...]) -> Tensor | None:
-    """Of each bucket an output [rows, longest, ...] -> that of the computed tokens [1, U, ...].
+    """Joins outputs per bucket [rows, longest, ...] to that of the computed tokens [1, U, ...].
 
     None for any other output: a state has no meaning once its sequence is over.
     """
@@ -246,21 +246,21 @@ def _joined(layout: PackedLayout, values: tuple[Any, ...]) -> Tensor | None:
 def choose(
     hf: Any, decoder: nn.Module, device: torch.device, compute: torch.dtype, *, trains: bool = True
 ) -> dict[type, str]:
-    """Return the classes of modules whose kernels heed boundaries on this device; logs it.
+    """Returns the classes of modules whose kernels heed boundaries on this device; logs it.
 
     Args:
         hf: transformers causal language model; its parameters may be on the meta device.
-        decoder: its part that maps tokens to hidden states.
-        device: the device that computes it.
-        compute: precision of its forward pass.
-        trains: whether gradients flow through it; a frozen model's kernels need no backward.
+        decoder: Its part that maps tokens to hidden states.
+        device: The device that computes it.
+        compute: Precision of its forward pass.
+        trains: Whether gradients flow through it; a frozen model's kernels need no backward.
 
     Returns:
         For each such class the keyword by which it takes them. Empty on a CPU, which has no such
         kernels.
 
     Raises:
-        CannotStart: a class cannot be computed or trained here at all.
+        CannotStart: A class cannot be computed or trained here at all.
     """
     found = modules_of(decoder)
     if not found:
@@ -293,7 +293,7 @@ def _heeding(
     """The keyword by which a module's kernels heed boundaries, or why there is none.
 
     Raises:
-        CannotStart: it does not compute plain rows either.
+        CannotStart: It does not compute plain rows either.
     """
     if not _convolves(module):
         return None, "it has no kernels of its own"
@@ -335,14 +335,14 @@ class _Trial:
         *,
         trains: bool = True,
     ) -> None:
-        """Make the copy.
+        """Makes the copy.
 
         Args:
-            module: of a model whose forward was not taken over yet.
-            width: of the hidden states it takes.
-            device: the device that computes it.
-            compute: precision of its forward pass.
-            trains: whether its backward pass is tried too.
+            module: Of a model whose forward was not taken over yet.
+            width: Of the hidden states it takes.
+            device: The device that computes it.
+            compute: Precision of its forward pass.
+            trains: Whether its backward pass is tried too.
         """
         self._trains = trains
         tried = copy.deepcopy(module).to_empty(device=device).to(compute).requires_grad_(False)
@@ -369,13 +369,13 @@ class _Trial:
         self._forward = tried.forward
 
     def plain(self) -> list[Tensor]:
-        """Return output and, if it trains, the input's gradient, [1, tokens, hidden], by length."""
+        """Returns output and, if training, the input's gradient, [1, tokens, hidden], by length."""
         return self._tried(by_length(self._forward, self._layout, self._x))
 
     def difference(self, argument: str) -> float:
-        """Return how far they are from `plain` if told the boundaries, as a part of their norm."""
+        """Returns how far they are from `plain` if told the boundaries, as a part of their norm."""
         told = with_boundaries(self._forward, argument, self._layout, self._x)
-        # Of the worst sequence: a leak into a short one would drown in the long one's norm.
+        # The worst sequence: a leak into a short one would be small beside a long one's norm.
         return max(
             float((found - expected)[:, a:b].float().norm() / expected[:, a:b].float().norm())
             for found, expected in zip(self._tried(told), self.plain(), strict=True)

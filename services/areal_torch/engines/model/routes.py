@@ -34,7 +34,7 @@ _MASKS = frozenset({torch.masked_fill, Tensor.masked_fill})
 
 
 def routers_of(hf: Any, decoder: nn.Module) -> dict[int, nn.Module]:
-    """Return the decoder's routers by the number of their layer; empty if it has none.
+    """Returns the decoder's routers by the number of their layer; empty if it has none.
 
     A router is a module that calls `topk` and has one matrix [experts, hidden]. A layer with two is
     one of a mixture of another kind, whose choices no server returns: such a model has none.
@@ -54,7 +54,7 @@ def routers_of(hf: Any, decoder: nn.Module) -> dict[int, nn.Module]:
 
 
 def _experts(module: nn.Module, hidden: int) -> int:
-    """How many experts a router chooses from; 0: it is no router."""
+    """Returns how many experts a router chooses from; 0: it is not a router."""
     matrices = [p for p in module.parameters() if p.ndim == 2 and p.shape[1] == hidden]
     return int(matrices[0].shape[0]) if len(matrices) == 1 else 0
 
@@ -63,11 +63,11 @@ class Routes:
     """A model's routers, told of each micro-batch's routes."""
 
     def __init__(self, hf: Any, decoder: nn.Module) -> None:
-        """Take over the forward of each router.
+        """Takes over the forward of each router.
 
         Args:
             hf: transformers causal language model, as `recompute_layers` leaves it.
-            decoder: its part that maps tokens to hidden states.
+            decoder: Its part that maps tokens to hidden states.
         """
         config = hf.config.get_text_config()
         self._given: Tensor | None = None
@@ -75,19 +75,19 @@ class Routes:
         self._family = type(hf).__name__
         self._warned = False
         self.refused = ""
-        """Why nothing is replayed; "" if routes are."""
+        """Why routes are not replayed; "" if they are."""
         self.off = False
-        """Whether the model is no policy in training, whose choice is always its own."""
+        """Whether the model is not a policy in training, so that it always uses its own choice."""
         self.layers = int(getattr(config, "num_hidden_layers", 0))
         self.routers = routers_of(hf, decoder)
         if max(self.routers, default=0) >= self.layers:
             self.routers = {}  # numbered otherwise than layers are
         self.chosen = 0
-        """Experts of a token, once the test at the start has seen it."""
+        """Experts per token, known once the self-test has run."""
         self.experts = 0
-        """How many there are to choose from in the layer with the fewest."""
+        """Number of experts in the layer with the fewest."""
         self.mixture = bool(self.routers or getattr(config, "num_experts_per_tok", None))
-        """Whether it is a mixture of experts, as far as one can see."""
+        """Whether the model appears to be a mixture of experts."""
         if not self.routers:
             self.refused = "it has no routers that call topk, one in a layer"
             return
@@ -102,7 +102,7 @@ class Routes:
                 module._gradient_checkpointing_func = partial(self._recompute, run)
 
     def of(self, batch: Batch) -> Tensor | None:
-        """Return a batch's routes, int16 [T, layers, k]; None: it has none for this model."""
+        """Returns a batch's routes, int16 [T, layers, k]; None: it has none for this model."""
         routes = batch.get(ROUTES)
         if routes is None or self.off:
             return None
@@ -121,7 +121,7 @@ class Routes:
         return None
 
     def count(self, batch: Batch) -> tuple[int, int]:
-        """Return how many of a batch's tokens have a route, and how many sequences have none."""
+        """Returns how many of a batch's tokens have a route, and how many sequences have none."""
         sequences = len(batch["cu_seqlens"]) - 1
         routes = self.of(batch)
         if routes is None:
@@ -132,7 +132,7 @@ class Routes:
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Context in which batches are computed with the routers' own choice."""
+        """Returns a context in which batches are computed with the routers' own choice."""
         before, self.off = self.off, True
         try:
             yield
@@ -153,7 +153,7 @@ class Routes:
 
     @contextmanager
     def recorded(self) -> Iterator[dict[int, Tensor]]:
-        """Context that yields what routers choose, [tokens, k] by layer."""
+        """Returns a context that yields what routers choose, [tokens, k] by layer."""
         chosen: dict[int, Tensor] = {}
         self._chosen = chosen
         try:
@@ -185,7 +185,7 @@ class Routes:
 
 
 def has_route(routes: Tensor) -> Tensor:
-    """Return which tokens have a route, bool [T], of routes [T, layers, k]."""
+    """Returns which tokens have a route, bool [T], of routes [T, layers, k]."""
     return (routes >= 0).flatten(1).all(1)
 
 
@@ -193,18 +193,18 @@ class _Choice(TorchFunctionMode):
     """Inside, `topk` over all experts returns the given ones, with the scores that they have."""
 
     def __init__(self, given: Tensor | None, experts: int) -> None:
-        """Take the experts of each token.
+        """Takes the experts of each token.
 
         Args:
             given: int64 [tokens, k]; a row with an expert that does not exist, or with one twice,
                 is no choice. None: none is.
-            experts: how many there are.
+            experts: How many there are.
         """
         super().__init__()
         self._given, self._experts = given, experts
         self._usable: Tensor | None = None
         self.made: Tensor | None = None
-        """The choice, [tokens, k], once it was made."""
+        """The choice, [tokens, k], once the router has made it."""
         if given is not None:
             ordered = given.sort(-1).values
             distinct = (ordered.diff(dim=-1) > 0).all(-1)

@@ -52,7 +52,7 @@ bfloat16; a mask, a sink or a state that is wrong makes 1e-2 to 9."""
 # Models up to this many parameters are run whole.
 WHOLE = 50_000_000
 _FEWEST_LAYERS = 4
-# Of each group: the common prefix, then what each sequence adds.
+# For each group, the length of the common prefix, then what each sequence adds.
 _GROUPS = ((12, (8, 5)), (9, (11, 1)))
 # Chunks of attention, and the steps of queries' scales; no prefix above ends at a multiple.
 _SPAN = 5
@@ -66,9 +66,9 @@ class SelfTest:
     attention: str
     dtype: str
     layers: int
-    """The first ones, which took part; 0: unknown, all did."""
+    """Number of leading layers that took part; 0: unknown, or all did."""
     difference: float
-    """Mean over tokens."""
+    """Mean difference over tokens."""
     tolerance: float
     seconds: float
     replays_routes: bool = False
@@ -76,16 +76,16 @@ class SelfTest:
 
 
 def self_test(model: PackedCausalLM, device: torch.device, compute: torch.dtype) -> SelfTest:
-    """Compare packed logprobs with those of each sequence alone; collective if it is sharded.
+    """Compares packed logprobs with those of each sequence alone; collective if it is sharded.
 
     Args:
-        model: has its weights, on `device` or sharded; the test does not change them.
-        device: the device that trains it.
-        compute: precision of its forward pass.
+        model: Has its weights, on `device` or sharded; the test does not change them.
+        device: The device that trains it.
+        compute: Precision of its forward pass.
 
     Raises:
-        InvalidInput: they differ, or the model asks for what its attention does not compute.
-        CannotStart: it does not run at all, such as with a version that lacks an argument.
+        InvalidInput: They differ, or the model asks for what its attention does not compute.
+        CannotStart: It does not run at all, such as with a version that lacks an argument.
     """
     try:
         with _first_layers(model) as layers, _short_spans(model.hf):
@@ -174,7 +174,7 @@ def _recorded(model: PackedCausalLM, batch: Batch) -> tuple[Tensor, Tensor | Non
 
 
 def _test_routes(model: PackedCausalLM, batch: Batch, tolerance: float) -> None:
-    """Replay the routers' own choice, and another; a model that ignores either replays nothing."""
+    """Replays the routers' own choice, and another; a model that ignores either replays nothing."""
     routes = model.routes
     free, own = _recorded(model, batch)
     if own is None:
@@ -192,7 +192,7 @@ def _test_routes(model: PackedCausalLM, batch: Batch, tolerance: float) -> None:
 
 
 def _batch(vocabulary: int, reserved: Sequence[int]) -> Batch:
-    """Make a batch of random tokens but those that stand for images or sounds."""
+    """Makes a batch of random tokens but those that stand for images or sounds."""
     generator = torch.Generator().manual_seed(0)
     other = next(token for token in range(vocabulary) if token not in reserved)
 
@@ -250,7 +250,7 @@ def _plain(hf: Any, ids: Tensor) -> Tensor:
 
 
 def _not_compiled() -> AbstractContextManager[Any]:
-    """Leave layers uncompiled that are called inside, also those that are recomputed."""
+    """Leaves layers uncompiled that are called inside, also those that are recomputed."""
     # Importing it takes seconds; without it nothing is compiled.
     loaded = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
@@ -269,7 +269,7 @@ class _Probe:
 
 
 def _project(hidden: Tensor) -> Tensor:
-    """One number of about 1 from each hidden state."""
+    """Returns one number of about 1 from each hidden state."""
     wide = hidden if hidden.dtype == torch.float64 else hidden.float()
     signs = torch.arange(wide.shape[-1], device=wide.device).remainder(3).sub(1)
     return (wide * signs).sum(-1).div(wide.shape[-1] ** 0.5)
@@ -277,7 +277,7 @@ def _project(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _first_layers(model: PackedCausalLM) -> Iterator[int]:
-    """Leave a big model its first layers only, inside the context; yields how many."""
+    """Leaves a big model its first layers only, inside the context; yields how many."""
     hf = model.hf
     layers = _layers_of(hf)
     small = sum(p.numel() for p in hf.parameters()) <= WHOLE
@@ -299,7 +299,7 @@ def _first_layers(model: PackedCausalLM) -> Iterator[int]:
 
 @contextmanager
 def _short_spans(hf: Any) -> Iterator[None]:
-    """Let chunks and steps be as short as the test's sequences need, inside the context."""
+    """Lets chunks and steps be as short as the test's sequences need, inside the context."""
     before: list[tuple[Any, str, int]] = []
     for owner in (hf.config.get_text_config(), *counting(decoder_of(hf))):
         for name in ("attention_chunk_size", "floor_scale"):

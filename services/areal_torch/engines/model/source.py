@@ -17,20 +17,20 @@ from areal_torch.engines.model.guards import is_scalar
 def build(
     path: str, dtype: torch.dtype, *, scalar: bool = False, from_scratch: bool = False
 ) -> Any:
-    """Make a transformers causal language model from its config: parameters on the meta device.
+    """Makes a transformers causal language model from its config: parameters on the meta device.
 
     A checkpoint of several models is built as its own class, so that its names and configuration
     stay. Towers that no batch reaches stay on disk, and go from there wherever the model goes
     (`hub_names.bystanders`). Buffers that are not in its files are computed.
 
     Args:
-        path: a folder with config.json.
+        path: A folder with config.json.
         dtype: dtype of the parameters.
-        scalar: give it a scalar head, `score`, instead of the language-model head.
-        from_scratch: the folder has no weights, so towers are in the model, frozen.
+        scalar: Give it a scalar head, `score`, instead of the language-model head.
+        from_scratch: The folder has no weights, so towers are in the model, frozen.
 
     Raises:
-        InvalidInput: there is no such folder, or transformers cannot build such a model.
+        InvalidInput: There is no such folder, or transformers cannot build such a model.
     """
     directory = Path(path)
     if not (directory / "config.json").is_file():
@@ -86,10 +86,10 @@ def build(
 
 
 def load_weights(hf: Any, path: str) -> None:
-    """Read this rank's part of the weights and the generation defaults beside them.
+    """Reads this rank's part of the weights and the generation defaults beside them.
 
     Raises:
-        InvalidInput: the directory has no safetensors weights, or those of another model.
+        InvalidInput: The directory has no safetensors weights, or those of another model.
     """
     from transformers import GenerationConfig
 
@@ -102,10 +102,10 @@ def load_weights(hf: Any, path: str) -> None:
 
 
 def fill_weights(hf: Any, path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) -> None:
-    """Fill a model that `build` made and that has memory: from the directory, or at random.
+    """Fills a model that `build` made and that has memory: from the directory, or at random.
 
     Raises:
-        InvalidInput: see `load_weights`.
+        InvalidInput: See `load_weights`.
     """
     if from_scratch:
         skeleton = build(path, dtype, scalar=is_scalar(hf), from_scratch=True)
@@ -115,10 +115,10 @@ def fill_weights(hf: Any, path: str, dtype: torch.dtype, *, from_scratch: bool, 
 
 
 def load_model(path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) -> Any:
-    """Load a whole model on the CPU, in this process alone.
+    """Loads a whole model on the CPU, in this process alone.
 
     Raises:
-        InvalidInput: see `build` and `load_weights`.
+        InvalidInput: See `build` and `load_weights`.
     """
     hf, cpu = build(path, dtype, from_scratch=from_scratch), torch.device("cpu")
     fill.materialize(hf, cpu, cpu)
@@ -140,7 +140,7 @@ class _RMSNorm(nn.Module):
 
 @torch.no_grad()
 def _use_exact_norms(hf: Any) -> None:
-    """Replace norms that compute in float32 even in a float64 model; their weights are meta."""
+    """Replaces norms that compute in float32 even in a float64 model; their weights are meta."""
     for parent in list(hf.modules()):
         for name, child in list(parent.named_children()):
             eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))

@@ -22,7 +22,7 @@ from areal.weights.manifest import weight_files
 from areal.weights.safetensors import TensorPlace, read_layout
 
 Box = Sequence[slice]
-"""Of each dimension a range, with start and stop."""
+"""A range with start and stop for each dimension."""
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
@@ -42,10 +42,10 @@ class TensorDirectory:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers.
+        """Reads the headers.
 
         Raises:
-            InvalidInput: the directory has no safetensors weights, or some are missing.
+            InvalidInput: The directory has no safetensors weights, or some are missing.
         """
         self.shapes: dict[str, tuple[int, ...]] = {}
         """The shape of every tensor."""
@@ -58,7 +58,7 @@ class TensorDirectory:
                 self._places[place.name] = (file, place)
 
     def __enter__(self) -> Self:
-        """Files are opened when something is read from them."""
+        """Opens no file yet: each is opened when something is read from it."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,11 +66,11 @@ class TensorDirectory:
         self._closing.close()
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Read a tensor, or a box of it: on the CPU, contiguous, in the file's dtype.
+        """Reads a tensor, or a box of it: on the CPU, contiguous, in the file's dtype.
 
         Args:
-            name: the tensor's name.
-            box: a range of each dimension; None: all of it.
+            name: The tensor's name.
+            box: A range of each dimension; None: all of it.
 
         Raises:
             InvalidInput: torch does not have the dtype, or the file was truncated meanwhile.
@@ -107,7 +107,7 @@ class TensorDirectory:
 
 
 def _runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """(first element, number of elements) of what lies together in a row-major tensor."""
+    """Yields (first element, number of elements) of contiguous parts of a row-major tensor."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     outer = len(shape)
     while outer and (box[outer - 1].stop - box[outer - 1].start) == shape[outer - 1]:

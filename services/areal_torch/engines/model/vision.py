@@ -22,7 +22,7 @@ from areal_torch.algorithms.packing import Batch, position_ids, sequence_index
 from areal_torch.engines.model.attention.layout import PackedLayout
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types whose images train."""
+"""Model types that can be trained on images."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Seen:
     """The feature that stands at each of them, int64 [V]."""
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Seen:
-        """Return the same with each tensor moved, for example to a device."""
+        """Returns the same with each tensor moved, for example to a device."""
         return replace(self, **{name: move(value) for name, value in vars(self).items()})
 
 
 def sees(hf: Any) -> bool:
-    """Return whether a model can be trained on images."""
+    """Returns whether a model can be trained on images."""
     return hf.config.model_type in FAMILIES
 
 
 def blank(hf: Any, layout: PackedLayout) -> Seen:
-    """Return the smallest image, which fills no token.
+    """Returns the smallest image, which fills no token.
 
     With it the vision tower takes part in the collectives of a micro-batch without images while
     another rank's micro-batch has some.
@@ -71,15 +71,15 @@ def blank(hf: Any, layout: PackedLayout) -> Seen:
 
 
 def plan(hf: Any, batch: Batch, layout: PackedLayout) -> Seen:
-    """Plan where a micro-batch's images go, in host memory.
+    """Plans where a micro-batch's images go, in host memory.
 
     Args:
         hf: transformers model of one of FAMILIES.
-        batch: has the image keys.
-        layout: the batch's layout.
+        batch: Has the image keys.
+        layout: The batch's layout.
 
     Raises:
-        InvalidInput: a sequence's number of image tokens differs from what its group's images fill.
+        InvalidInput: A sequence's number of image tokens differs from what its group's images fill.
     """
     ids, cu_seqlens, grid = batch["input_ids"], batch["cu_seqlens"].long(), batch["image_grid_thw"]
     is_image = image_tokens(hf, batch)
@@ -110,13 +110,13 @@ def plan(hf: Any, batch: Batch, layout: PackedLayout) -> Seen:
 
 
 def image_tokens(hf: Any, batch: Batch) -> Tensor:
-    """Return which tokens of a batch an image stands for, bool [T]."""
+    """Returns which tokens of a batch an image stands for, bool [T]."""
     token: int = hf.config.image_token_id
     return batch["input_ids"].eq(token) & ~batch["loss_mask"]
 
 
 def _per_sequence(hf: Any, batch: Batch, is_image: Tensor) -> tuple[list[int], Tensor]:
-    """(image tokens of each sequence, the first feature of its group, int64 [S])."""
+    """Returns image tokens of each sequence, and the first feature of its group, int64 [S]."""
     size = batch["image_grid_thw"].prod(-1) // hf.config.vision_config.spatial_merge_size**2
     before = size.cumsum(0) - size
     cu_seqlens = batch["cu_seqlens"].long()
@@ -137,12 +137,12 @@ def _per_sequence(hf: Any, batch: Batch, is_image: Tensor) -> tuple[list[int], T
 
 
 def embed(hf: Any, input_ids: Tensor, seen: Seen) -> tuple[dict[str, Any], Tensor]:
-    """Compute what the decoder takes instead of token ids.
+    """Computes what the decoder takes instead of token ids.
 
     Args:
         hf: transformers model of one of FAMILIES.
-        input_ids: ids of the computed tokens, int64 [U].
-        seen: images of the same micro-batch, on the same device.
+        input_ids: Ids of the computed tokens, int64 [U].
+        seen: Images of the same micro-batch, on the same device.
 
     Returns:
         The decoder's arguments, and a 0 that depends on the tower (see `blank`).
@@ -168,16 +168,16 @@ def _joined(layer: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def check(hf: Any, batch: Batch, ranks_per_share: int, placeholders: Tensor) -> None:
-    """Refuse images that would be computed wrong, and image tokens without an image.
+    """Refuses images that would be computed wrong, and image tokens without an image.
 
     Args:
         hf: transformers model.
-        batch: packed batch, in host memory.
-        ranks_per_share: ranks that share the tokens or matrices of one share of the batch.
-        placeholders: tokens that the model replaces with images or sounds, int64.
+        batch: Packed batch, in host memory.
+        ranks_per_share: Ranks that share the tokens or matrices of one share of the batch.
+        placeholders: Tokens that the model replaces with images or sounds, int64.
 
     Raises:
-        InvalidInput: the message says why, in one line.
+        InvalidInput: The message says why, in one line.
     """
     if images.has_images(batch):
         if not sees(hf):

@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 def resolve_precision(
     config: TrainEngineConfig | RefConfig, device: torch.device
 ) -> tuple[torch.dtype, torch.dtype]:
-    """(dtype to compute in, dtype of the master weights)."""
+    """Returns the dtype to compute in and the dtype of the master weights."""
     on_gpu = device.type == "cuda"
     name = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     compute = DTYPES[name]
@@ -46,16 +46,16 @@ def parallelize(
     *,
     offload: bool = False,
 ) -> None:
-    """Spread a model over ranks: matrices, experts and tokens; then shard the rest with FSDP.
+    """Spreads a model over ranks: matrices, experts and tokens; then shards the rest with FSDP.
 
     Its parameters may be on the meta device. Gradients are reduced in `master` and averaged over
     the ranks whose tokens differ. With `offload` the shards stay in host memory, and a layer is on
     the device while it computes.
 
     Raises:
-        ConfigError: the model's heads or experts cannot be shared evenly, or the layout shares
+        ConfigError: The model's heads or experts cannot be shared evenly, or the layout shares
             tokens or matrices and the model has recurrent layers.
-        InvalidInput: the model does not say what its layers are, so that its ranks would gather all
+        InvalidInput: The model does not say what its layers are, so that its ranks would gather all
             of it; or transformers has no plan for it.
     """
     from torch.distributed.fsdp import (
@@ -111,7 +111,7 @@ def parallelize(
 
 
 def unsharded(hf: Any) -> dict[str, nn.Parameter]:
-    """What a model of 16 bits trains in float32 outside its decoder: no group of FSDP has it."""
+    """Returns 16-bit parameters trained in float32 outside the decoder, in no group of FSDP."""
     inside = set(guards.decoder_of(hf).parameters())
     exact = _float32_parameters(hf) - inside
     return {name: p for name, p in hf.named_parameters() if p in exact and p.requires_grad}
@@ -150,7 +150,7 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
     """The modules that are gathered one at a time; none is inside another.
 
     Raises:
-        InvalidInput: there are none.
+        InvalidInput: There are none.
     """
     classes = set(hf._no_split_modules or ())
     layers, inside = list[nn.Module](), set[nn.Module]()

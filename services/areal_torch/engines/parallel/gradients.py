@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Put tensors that are spread over the same ranks into one list each."""
+    """Puts tensors that are spread over the same ranks into one list each."""
     found: dict[object, list[Tensor]] = {}
     for tensor in tensors:
         spread = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -21,7 +21,7 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of all gradients together, a float64 scalar, equal on all ranks.
+    """Returns the L2 norm of all gradients together, a float64 scalar, equal on all ranks.
 
     Collective over the ranks that each gradient is sharded over; copies count once.
     """
@@ -45,16 +45,16 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 def step_with_divisor(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], divisor: Tensor, skip: Tensor
 ) -> None:
-    """Make a step of gradients / divisor.
+    """Makes a step of gradients / divisor.
 
     On a GPU this is one pass over memory, and the host does not wait: fused AdamW divides and skips
     by itself. A CPU divides first, because its host can read `skip` at once.
 
     Args:
-        optimizer: fused AdamW.
-        parameters: its parameters that have gradients.
-        divisor: a scalar.
-        skip: a boolean scalar: no weight, moment or number of steps changes.
+        optimizer: Fused AdamW.
+        parameters: Its parameters that have gradients.
+        divisor: A scalar.
+        skip: A boolean scalar: no weight, moment or number of steps changes.
     """
     grads = [_local(p.grad) for p in parameters if p.grad is not None]
     on_cpu = divisor.device.type == "cpu"
@@ -68,7 +68,7 @@ def step_with_divisor(
 
 
 def step_in_one_pass(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
-    """Make a step in which fused AdamW divides or skips; see `step_with_divisor`."""
+    """Makes a step in which fused AdamW divides or skips; see `step_with_divisor`."""
     fused: Any = optimizer  # torch's gradient scaler passes both in this way
     fused.grad_scale, fused.found_inf = divisor.float(), skip.float()
     try:

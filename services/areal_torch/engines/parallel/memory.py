@@ -44,11 +44,11 @@ class Budget:
     need: Need | None
     """None: the model's sizes are not known."""
     there: int
-    """Free bytes, of the rank that has least."""
+    """Free bytes on the rank that has the least."""
     chunk: int
     """Elements of the largest logits tensor."""
     ways_out: str
-    """Which settings make it need less."""
+    """Settings with which it needs less."""
 
     def __str__(self) -> str:
         """`about 31.8 GiB (states 14.2, activations 8.0) of 79.1`."""
@@ -57,7 +57,7 @@ class Budget:
 
 
 def budget(config: TrainEngineConfig, mesh: Mesh, device: torch.device) -> Budget:
-    """Decide what layers keep, the same on every rank; collective, before the model has memory."""
+    """Decides what layers keep, the same on every rank; collective, before the model has memory."""
     here = {"taken_max": -float(free_bytes(device))}
     everyone = dist.group.WORLD if dist.get_world_size() > 1 else None
     there = int(-reduce_scalars(here, everyone)["taken_max"])
@@ -78,7 +78,7 @@ def budget(config: TrainEngineConfig, mesh: Mesh, device: torch.device) -> Budge
 
 
 def frozen_chunk(config: TrainEngineConfig | RefConfig, hf: Any, device: torch.device) -> int:
-    """Return the elements of the largest logits tensor of a model that is only read."""
+    """Returns the elements of the largest logits tensor of a model that is only read."""
     if config.logits_chunk_elements:
         return config.logits_chunk_elements
     if device.type != "cuda":
@@ -90,7 +90,7 @@ def frozen_chunk(config: TrainEngineConfig | RefConfig, hf: Any, device: torch.d
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the GPU's free memory, or this rank's part of the host's."""
+    """Returns the GPU's free memory, or this rank's part of the host's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -98,12 +98,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def recompute_layers(hf: Any, mode: Checkpointing, kernels: Kernels) -> None:
-    """Make each decoder layer keep what `mode` says; call it before the model is sharded.
+    """Makes each decoder layer keep what `mode` says; call it before the model is sharded.
 
     With torch.compile, the graphs of a layer recompute the same values as `selective`.
 
     Raises:
-        InvalidInput: the architecture does not support it.
+        InvalidInput: The architecture does not support it.
     """
     if mode == "none" or (mode == "selective" and kernels == "compile"):
         return
@@ -152,8 +152,8 @@ _KEPT = frozenset(
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear"})
 _WIDER = 8
-"""A product whose result has more than so many times the width of its rows costs a GPU less than to
-read that result from memory: an adapter's second one, as wide as the layer's own."""
+"""A product whose result has more than this many times the width of its rows costs a GPU less than
+to read that result from memory: an adapter's second one, as wide as the layer's own."""
 
 
 def _policy(_: Any, operator: Any, *args: Any, **__: Any) -> Any:
@@ -170,7 +170,7 @@ def _policy(_: Any, operator: Any, *args: Any, **__: Any) -> Any:
 def use_kernels(
     hf: Any, layers: Sequence[nn.Module], kernels: Kernels, device: torch.device
 ) -> None:
-    """Let torch.compile or Liger compute the layers' norms and activations.
+    """Lets torch.compile or Liger compute the layers' norms and activations.
 
     torch.compile compiles each layer on its own, again when the number of tokens first changes,
     then for any number; sizes of the model stay constants. Attention and recurrent layers are left

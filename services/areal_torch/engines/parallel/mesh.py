@@ -23,13 +23,13 @@ _NAMES_A_GPU = re.compile(r"\s*(\d|GPU-|MIG-)")
 
 
 def local_device(*, gpu: bool = False) -> torch.device:
-    """Return this rank's GPU, or the CPU where no GPU was asked for.
+    """Returns this rank's GPU, or the CPU where no GPU was asked for.
 
     Args:
-        gpu: the configuration asks for one. `CUDA_VISIBLE_DEVICES` asks, too, if it names one.
+        gpu: The configuration asks for one. `CUDA_VISIBLE_DEVICES` asks, too, if it names one.
 
     Raises:
-        ConfigError: a GPU was asked for, and torch cannot use it; never the CPU instead.
+        ConfigError: A GPU was asked for, and torch cannot use it; never the CPU instead.
     """
     rank, visible = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
@@ -50,7 +50,7 @@ def local_device(*, gpu: bool = False) -> torch.device:
 
 
 def _why_no_gpu() -> str:
-    """In torch's words, in one line."""
+    """Returns torch's reason, in one line."""
     if torch.version.cuda is None and torch.version.hip is None:
         return "it is built for CPUs only"
     try:
@@ -61,14 +61,14 @@ def _why_no_gpu() -> str:
 
 
 def join_process_group(device: torch.device, timeout_seconds: float) -> bool:
-    """Join the default process group unless someone has.
+    """Joins the default process group unless someone has.
 
     Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set) it is torchrun's group;
     otherwise a group of one, without network.
 
     Args:
         device: NCCL carries its tensors if it is a GPU; gloo carries CPU tensors.
-        timeout_seconds: deadline of every collective.
+        timeout_seconds: Deadline of every collective.
 
     Returns:
         True if this call joined the group; then the caller has to leave it.
@@ -104,16 +104,18 @@ class Mesh:
 
     layout: Layout
     data_group: Any
-    """Ranks that hold one share of the batch each, for CPU tensors; None: there is one share."""
+    """Ranks that hold one share of the batch each, for CPU tensors; None: there is only one
+    share."""
     context_group: Any
-    """Ranks that share the tokens of a micro-batch; None: this one alone."""
+    """Ranks that share the tokens of a micro-batch; None: only this rank."""
     shards: DeviceMesh
-    """Over which weights are sharded: one dimension, or two whose first is of copies."""
+    """Mesh over which weights are sharded: one dimension, or two of which the first holds
+    copies."""
     tensor: DeviceMesh
     experts: DeviceMesh | None
-    """Over which the experts of a layer are spread; None: each rank has all."""
+    """Mesh over which the experts of a layer are spread; None: each rank has all of them."""
     expert_shards: DeviceMesh | None
-    """Over which those of one rank are sharded, as `shards`."""
+    """Mesh over which the experts of one rank are sharded; its form is that of `shards`."""
 
     @property
     def share(self) -> int:
@@ -122,16 +124,16 @@ class Mesh:
 
 
 def new_group(ranks: Sequence[int], what: str, timeout_s: float, backend: str | None = None) -> Any:
-    """Make a group and connect its ranks; collective over the default group.
+    """Makes a group and connects its ranks; collective over the default group.
 
     Args:
-        ranks: ranks of the group.
-        what: the group's purpose, named in an error.
-        timeout_s: deadline for connecting, and then of every collective in it.
+        ranks: Ranks of the group.
+        what: The group's purpose, named in an error.
+        timeout_s: Deadline for connecting, and then of every collective in it.
         backend: None: the default group's.
 
     Raises:
-        WaitTimeout: some of the ranks did not connect.
+        WaitTimeout: Some of the ranks did not connect.
     """
     since = time.monotonic()
     try:
@@ -148,16 +150,16 @@ def new_group(ranks: Sequence[int], what: str, timeout_s: float, backend: str | 
 
 
 def make_mesh(layout: str, device: torch.device, timeout_s: float) -> Mesh:
-    """Make the groups of a layout; collective over the default group.
+    """Makes the groups of a layout; collective over the default group.
 
     Args:
-        layout: as in `allocation_mode`; empty: a share for each rank.
-        device: the device that computes tensors.
-        timeout_s: deadline for connecting each group, and of every collective in it.
+        layout: As in `allocation_mode`; empty: a share for each rank.
+        device: The device that computes tensors.
+        timeout_s: Deadline for connecting each group, and of every collective in it.
 
     Raises:
-        ConfigError: the layout has another number of ranks.
-        WaitTimeout: ranks of a group did not connect.
+        ConfigError: The layout has another number of ranks.
+        WaitTimeout: Ranks of a group did not connect.
     """
     world = dist.get_world_size()
     plan = Layout.parse(layout or f"d{world}")
@@ -195,7 +197,7 @@ def _with_copies(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def _device_mesh(
     device: str, sizes: tuple[int, ...], names: tuple[str, ...], timeout_s: float
 ) -> DeviceMesh:
-    """As `init_device_mesh`, whose groups would have torch's deadline of 10 or 30 minutes."""
+    """Replaces `init_device_mesh`, whose groups have torch's deadline of 10 or 30 minutes."""
     ranks = torch.arange(dist.get_world_size()).view(sizes)
     groups = [
         _group_of(ranks.movedim(number, -1).reshape(-1, size).tolist(), name, timeout_s)
@@ -221,7 +223,7 @@ def _group_of(parts: list[list[int]], what: str, timeout_s: float) -> Any:
 
 
 def to_host(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Read scalars, some of which may be on a device, in one transfer."""
+    """Reads scalars, some of which may be on a device, in one transfer."""
     there = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
     found = {name: float(value) for name, value in scalars.items() if name not in there}
     if there:
@@ -233,11 +235,11 @@ def to_host(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 def reduce_scalars(scalars: Mapping[str, Tensor | float], group: Any) -> dict[str, float]:
-    """Sum scalars over a group; names that end in `_max` are combined by maximum.
+    """Sums scalars over a group; names that end in `_max` are combined by maximum.
 
     Args:
-        scalars: the same names on every rank.
-        group: for CPU tensors; None: this rank alone.
+        scalars: The same names on every rank.
+        group: For CPU tensors; None: this rank alone.
     """
     names = sorted(scalars)
     if not names:

@@ -25,10 +25,10 @@ _COMPUTED = frozenset({"colwise", "rowwise", _SUMMED})
 
 
 def spread_matrices(hf: Any, mesh: Mesh) -> None:
-    """Spread the layers' matrices over the tensor group.
+    """Spreads the layers' matrices over the tensor group.
 
     Raises:
-        InvalidInput: the architecture has no plan, or one with a style that was never verified.
+        InvalidInput: The architecture has no plan, or one with a style that was never verified.
         CannotStart: transformers is too old to apply one.
     """
     _check_version("t", mesh)
@@ -61,10 +61,10 @@ def spread_matrices(hf: Any, mesh: Mesh) -> None:
 
 
 def spread_experts(hf: Any, mesh: Mesh) -> list[nn.Module]:
-    """Spread whole experts over the expert group; returns the modules that hold them.
+    """Spreads whole experts over the expert group; returns the modules that hold them.
 
     Raises:
-        InvalidInput: the architecture has no plan for it.
+        InvalidInput: The architecture has no plan for it.
         CannotStart: transformers is too old to apply one.
     """
     _check_version("e", mesh)
@@ -86,7 +86,7 @@ def spread_experts(hf: Any, mesh: Mesh) -> list[nn.Module]:
 
 
 def _check_version(letter: str, mesh: Mesh) -> None:
-    # Before 5.23 the functions lie in other modules, take other arguments, and know other styles.
+    # Before 5.23 the functions are in other modules, take other arguments, and know other styles.
     if older(found := installed("transformers"), PLANS_FROM):
         raise CannotStart(
             f"trainer layout '{mesh.layout}': {letter} needs transformers {PLANS_FROM}, and "
@@ -106,7 +106,7 @@ def _plan_of(hf: Any, name: str, letter: str) -> dict[str, str]:
 
 
 def _matching(hf: Any, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(full name of a module or parameter, style) of all of the decoder that a plan names."""
+    """Yields (full name, style) of every module or parameter of the decoder that a plan names."""
     from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
     decoder = decoder_of(hf)
@@ -118,7 +118,7 @@ def _matching(hf: Any, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Add up the gradients of a norm that each rank of the group applies to its own heads.
+    """Adds up the gradients of a norm that each rank of the group applies to its own heads.
 
     transformers does it by a hook on the accumulated gradient, which would add up those of earlier
     micro-batches again, and which FSDP's parameters do not call.

@@ -17,5 +17,5 @@ def leaves() -> list[str]:
 
 
 def test_keys_when_documented_then_the_page_has_each_of_them_and_no_other() -> None:
-    documented = re.findall(r"^\| `([a-z_0-9.]+)` \|", PAGE.read_text(), re.MULTILINE)
+    documented = re.findall(r"^- \*\*`([a-z_0-9.]+)`\*\*", PAGE.read_text(), re.MULTILINE)
     assert sorted(documented) == sorted(leaves())

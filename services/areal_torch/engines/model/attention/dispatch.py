@@ -52,19 +52,19 @@ _AMPERE, _HOPPER = 8, 9  # major compute capabilities
 
 
 def choose(hf: Any, wanted: str, device: torch.device, compute: torch.dtype) -> str:
-    """Return the attention kernel for a model; on a GPU, one that has been tried there.
+    """Returns the attention kernel for a model; on a GPU, one that has been tried there.
 
     With `auto` it is collective, because all ranks take the same kernel.
 
     Args:
         hf: transformers causal language model.
         wanted: `auto`, or a kernel.
-        device: the device that computes it.
-        compute: precision of its forward pass.
+        device: The device that computes it.
+        compute: Precision of its forward pass.
 
     Raises:
-        InvalidInput: the requested kernel cannot compute it.
-        CannotStart: the requested kernel, or with `auto` each, was tried and does not work.
+        InvalidInput: The requested kernel cannot compute it.
+        CannotStart: The requested kernel, or with `auto` each, was tried and does not work.
     """
     if wanted != "auto":
         if (why := _why_not(wanted, hf, device, compute)) is not None:
@@ -95,7 +95,7 @@ def choose(hf: Any, wanted: str, device: torch.device, compute: torch.dtype) -> 
 
 
 def _failure(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -> str | None:
-    """What a kernel does wrong with a few tokens; None: nothing."""
+    """Returns what a kernel does wrong with a few tokens; None: nothing."""
     if device.type == "cpu":  # its only kernel is the one that the tests of this project run
         return None
     try:
@@ -113,7 +113,7 @@ def _failure(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -
 
 
 def in_a_line(error: Exception) -> str:
-    """Return an error's message, with its type unless it is one of ours; at most 200 characters."""
+    """Returns an error's message, with its type unless it is ours; at most 200 characters."""
     text = " ".join(str(error).split())[:200]
     return text if isinstance(error, CannotStart) else f"{type(error).__name__}, {text}"
 
@@ -133,7 +133,7 @@ def _anywhere(device: torch.device, known: bool, failed: bool) -> tuple[bool, bo
 
 
 def _why_not(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -> str | None:
-    """What keeps a kernel from computing a model, seen without trying; None: nothing."""
+    """Returns what keeps a kernel from computing a model, without trying it; None: nothing."""
     if kernel == PACKED:
         return None
     return _missing(kernel, device, compute) or _beyond(kernel, hf)
@@ -171,7 +171,7 @@ def _beyond(kernel: str, hf: Any) -> str | None:
 
 
 def registered_name(kernel: str) -> str:
-    """Register a kernel as an attention function of transformers; returns its name there."""
+    """Registers a kernel as an attention function of transformers; returns its name there."""
     from transformers import AttentionInterface
 
     # transformers takes any name with "flash" in it for one of its own.
@@ -181,15 +181,15 @@ def registered_name(kernel: str) -> str:
 
 
 def attention_function(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Attention:
-    """Return the attention function that an architecture calls, with its options.
+    """Returns the attention function that an architecture calls, with its options.
 
     Args:
-        kernel: its name.
-        cudnn_from: for `bind`.
+        kernel: Its name.
+        cudnn_from: For `bind`.
 
     Raises:
-        CannotStart: the installed version of the kernel lacks an argument that is needed.
-        ImportError: the kernel is not there.
+        CannotStart: The installed version of the kernel lacks an argument that is needed.
+        ImportError: The kernel is not there.
     """
     compute: Callable[..., Tensor]
     if kernel == PACKED:
@@ -211,26 +211,26 @@ def attention_function(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Attentio
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Attend within each sequence.
+        """Attends within each sequence.
 
         Args:
-            module: attention module, named in errors.
+            module: Attention module, named in errors.
             query: [1, heads, U, head_dim].
             key: [1, key_value_heads, U, head_dim].
             value: [1, key_value_heads, U, value_dim].
-            attention_mask: always None here.
-            packed_layout: from `build_layout`.
-            scaling: factor of the scores; default head_dim ** -0.5.
-            sliding_window: tokens a query looks back at, itself included; None: all.
-            softcap: cap of the scores, as in Gemma 2.
+            attention_mask: Always None here.
+            packed_layout: From `build_layout`.
+            scaling: Factor of the scores; default head_dim ** -0.5.
+            sliding_window: Tokens a query looks back at, itself included; None: all.
+            softcap: Cap of the scores, as in Gemma 2.
             s_aux: [heads], attention sinks, as in gpt-oss.
-            others: other options of the architecture; refused unless they change nothing.
+            others: Other options of the architecture; refused unless they change nothing.
 
         Returns:
             [1, U, heads, value_dim], and no weights.
 
         Raises:
-            InvalidInput: the architecture asks for attention that the kernel does not compute.
+            InvalidInput: The architecture asks for attention that the kernel does not compute.
         """
         others["attention_mask"] = attention_mask
         if kernel != PACKED or softcap is not None:  # no architecture has both
@@ -270,7 +270,7 @@ def _checked(
     sliding_window: int | None,
     others: dict[str, Any],
 ) -> PackedLayout:
-    """Return the module's layout, when nothing is asked for that the kernel does not compute."""
+    """Returns the module's layout, when nothing is asked for that the kernel does not compute."""
     name = type(module).__name__
     if layout is None:
         raise InvalidInput(

@@ -53,20 +53,20 @@ class PackedLayout:
     shared: bool
     """Whether fewer tokens are computed than the batch has."""
     buckets: tuple[Bucket, ...] = ()
-    """For the `packed` kernel alone."""
+    """Buckets, only for the `packed` kernel."""
     output: Tensor | None = None
     """Place of each computed token in the concatenated buckets, int64 [U]."""
     chunks: PackedLayout | None = None
-    """What layers of type `chunked_attention` read instead: chunks in the places of sequences and
-    of batch tokens. None: there are no such layers, or no sequence is longer than a chunk."""
+    """The layout for layers of type `chunked_attention`: chunks in the places of sequences and of
+    batch tokens. None: there are no such layers, or no sequence is longer than a chunk."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Returns the number of tokens of the longest sequence."""
         return max(self.lengths, default=0)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> PackedLayout:
-        """Return the same layout with each tensor moved, for example to a device."""
+        """Returns the same layout with each tensor moved, for example to a device."""
         return PackedLayout(
             computed=move(self.computed),
             locate=move(self.locate),
@@ -88,15 +88,15 @@ def build_layout(
     least: float = 0.0,
     chunk: int | None = None,
 ) -> PackedLayout:
-    """Plan the computation of a batch.
+    """Plans the computation of a batch.
 
     Args:
-        batch: packed batch.
-        share_prefixes: compute the prefix that a sequence has in common with its group's first
+        batch: Packed batch.
+        share_prefixes: Compute the prefix that a sequence has in common with its group's first
             sequence once.
-        buckets: true for the `packed` kernel; the others find sequences by `cu_seqlens`.
-        least: prefixes are shared only if this part of the tokens need not be computed then.
-        chunk: tokens of a chunk of the model's `chunked_attention` layers; None: it has none.
+        buckets: True for the `packed` kernel; the others find sequences by `cu_seqlens`.
+        least: Prefixes are shared only if this part of the tokens need not be computed then.
+        chunk: Tokens of a chunk of the model's `chunked_attention` layers; None: it has none.
     """
     cu_seqlens = batch["cu_seqlens"].long()
     offsets = position_ids(cu_seqlens)
@@ -124,7 +124,7 @@ def build_layout(
 
 
 def _in_chunks(layout: PackedLayout, begins: Tensor) -> PackedLayout:
-    """Put chunks, which begin at some tokens of the batch, in the places of sequences.
+    """Puts chunks, which begin at some tokens of the batch, in the places of sequences.
 
     Those without any token that is computed there are left out: a prefix that is computed once
     attends once, but for its last chunk, if that continues in each sequence.
@@ -151,7 +151,7 @@ def _with_buckets(layout: PackedLayout) -> PackedLayout:
 
 
 def _prefix_leaders(batch: Batch, offsets: Tensor) -> Tensor:
-    """Map each token to its equal in its group's first sequence, as long as prefixes agree."""
+    """Maps each token to its equal in its group's first sequence, as long as prefixes agree."""
     ids, cu_seqlens = batch["input_ids"], batch["cu_seqlens"].long()
     owner = sequence_index(cu_seqlens)
     _, group = torch.unique(batch["group_index"], return_inverse=True)
@@ -171,7 +171,7 @@ def _prefix_leaders(batch: Batch, offsets: Tensor) -> Tensor:
 def _bucketize(
     cu_seqlens: Tensor, offsets: Tensor, locate: Tensor
 ) -> tuple[tuple[Bucket, ...], Tensor]:
-    """Cut sequences, longest first, into buckets that are at most about a quarter padding."""
+    """Cuts sequences, longest first, into buckets that are at most about a quarter padding."""
     lengths = cu_seqlens.diff()
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = lengths[order].tolist()

@@ -35,16 +35,16 @@ def packed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend within each sequence, to tokens up to the query's own.
+    """Attends within each sequence, to tokens up to the query's own.
 
     Args:
         query: [U, heads, head_dim].
         key: [U, key_value_heads, head_dim].
         value: [U, key_value_heads, value_dim].
-        layout: with buckets.
-        scaling: factor of the scores.
-        window: tokens a query looks back at, itself included; None: all.
-        softcap: scores become softcap * tanh(scores / softcap), as in Gemma 2.
+        layout: With buckets.
+        scaling: Factor of the scores.
+        window: Tokens a query looks back at, itself included; None: all.
+        softcap: Scores become softcap * tanh(scores / softcap), as in Gemma 2.
         sinks: [heads], a score that joins each softmax and has no value, as in gpt-oss; not with
             `softcap`.
 
@@ -79,7 +79,7 @@ def packed_attention(
 
 
 def _prepend_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put a token before each sequence whose score is the sink's and whose value is 0.
+    """Puts a token before each sequence whose score is the sink's and whose value is 0.
 
     One more dimension makes that score: every query holds its head's sink there, and only the
     first key a 1. The first query is there for the causal mask, which counts from the start.
@@ -96,7 +96,7 @@ def _prepend_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tenso
 
 
 def _visible(queries: Tensor, keys: Tensor, window: int | None, *, sink: bool) -> Tensor:
-    """Which of the key positions each query position sees, bool [queries, keys]."""
+    """Returns which key positions each query position sees, bool [queries, keys]."""
     back = queries[:, None] - keys
     visible = back >= 0
     if window is not None:
@@ -140,7 +140,7 @@ def _capped_attention(
     window: int | None,
     softcap: float,
 ) -> Tensor:
-    """Capped scores, which SDPA has no kernel for: some rows of them at a time, twice."""
+    """Computes capped scores, for which SDPA has no kernel, a few rows at a time, twice."""
     places = torch.arange(q.shape[1], device=q.device)
     outputs = []
     for begin in range(0, q.shape[1], _ROWS):

@@ -26,7 +26,7 @@ from areal_torch.engines.model.layer_types import layer_configs
 # One token, one block, and more than `packed` computes as one dense product.
 _LENGTHS = (1, 9, 70)
 _WINDOW = 5
-# Of the difference's norm to the result's. Rounding to bfloat16 makes about 0.005; a wrong mask or
+# Norm of the difference over the result's. bfloat16 rounding makes about 0.005; a wrong mask or
 # wrong keys make 0.1 and more.
 _TOLERANCE = 0.03
 
@@ -38,7 +38,7 @@ class Shape:
     heads: int
     kv_heads: int
     width: int
-    """Of queries and keys."""
+    """Width of queries and keys."""
     value_width: int
     window: int | None = None
     """Tokens a query looks back at, itself included; None: all."""
@@ -46,7 +46,7 @@ class Shape:
 
 
 def shapes_of(config: Any) -> list[Shape]:
-    """Return what a model's layers ask of attention, from its config; none if it has no heads."""
+    """Returns what a model's layers ask of attention, from its config; none if it has no heads."""
     return list(dict.fromkeys(s for each in layer_configs(config) for s in _shapes_of(each)))
 
 
@@ -81,14 +81,14 @@ def difference(
     *,
     buckets: bool,
 ) -> str | None:
-    """Return how a kernel's results differ from the formula's; None if they agree.
+    """Returns how a kernel's results differ from the formula's; None if they agree.
 
     Args:
-        attend: attention function, from `dispatch.attention_function`.
-        shape: heads and options.
-        device: the device that computes.
-        compute: precision of queries, keys and values.
-        buckets: whether the kernel reads the layout's buckets.
+        attend: Attention function, from `dispatch.attention_function`.
+        shape: Heads and options.
+        device: The device that computes.
+        compute: Precision of queries, keys and values.
+        buckets: Whether the kernel reads the layout's buckets.
     """
     rows = [{"input_ids": [0] * n, "loss_mask": [True] * n} for n in _LENGTHS]
     batch = packing.pack(rows, list(range(len(rows))))
@@ -137,7 +137,7 @@ def _move(x: Tensor, device: torch.device) -> Tensor:
 def _results(
     compute: Callable[[Tensor, Tensor, Tensor], Tensor], leaves: list[Tensor], weight: Tensor
 ) -> list[Tensor]:
-    """Output and gradients, in float64 on the host."""
+    """Returns output and gradients, in float64 on the host."""
     q, k, v = (leaf.requires_grad_() for leaf in leaves)
     out = compute(q, k, v)
     gradients = torch.autograd.grad((out * weight).sum(), (q, k, v))

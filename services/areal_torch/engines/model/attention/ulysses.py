@@ -34,37 +34,37 @@ class Context:
         return dist.get_world_size(self.group)
 
     def own(self, tokens: int) -> tuple[int, int]:
-        """Return this rank's first token and its number of tokens; the last may exceed the end.
+        """Returns this rank's first token and its number of tokens; the last may exceed the end.
 
         Args:
-            tokens: number of tokens in the micro-batch.
+            tokens: Number of tokens in the micro-batch.
         """
         count = -(-tokens // self.size)
         return dist.get_rank(self.group) * count, count
 
     def cut(self, values: Tensor) -> Tensor:
-        """Return this rank's part of a value per token [U], with zeros after the end."""
+        """Returns this rank's part of a value per token [U], with zeros after the end."""
         first, count = self.own(len(values))
         padding = count * self.size - len(values)
         return torch.nn.functional.pad(values, (0, padding))[first : first + count]
 
     def whole(self, part: Tensor) -> Tensor:
-        """Return the values of all ranks' tokens in order [U, ...], and what follows the end."""
+        """Returns the values of all ranks' tokens in order [U, ...], and what follows the end."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts)
 
     def sum_parts(self, part: Tensor) -> Tensor:
-        """Sum the values of all ranks; the gradient of the sum is that of each part."""
+        """Sums the values of all ranks; the gradient of the sum is that of each part."""
         apply: Callable[..., Tensor] = _SumOfParts.apply
         return apply(part, self.group)
 
 
 def across_ranks(attend: Attention) -> Attention:
-    """Make an attention function work on tokens that are spread over ranks.
+    """Makes an attention function work on tokens that are spread over ranks.
 
     Args:
-        attend: takes [1, heads, U, dim] three times, returns [1, U, heads, dim].
+        attend: Takes [1, heads, U, dim] three times, returns [1, U, heads, dim].
 
     Returns:
         The same for [1, heads, U / c, dim] where `context` is passed, else `attend` itself.
@@ -95,7 +95,7 @@ def across_ranks(attend: Attention) -> Attention:
 
 
 def _swap(x: Tensor, split: int, join: int, context: Context) -> Tensor:
-    """Split one dimension over the ranks of the context, and join another that was split so."""
+    """Splits one dimension over the ranks of the context, and joins another that was split so."""
     apply: Callable[..., Tensor] = _AllToAll.apply
     return apply(x, split, join, context.group)
 
@@ -108,7 +108,7 @@ def _exchange(x: Tensor, split: int, join: int, group: Any) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Its backward pass is the way back."""
+    """All-to-all exchange, whose backward pass is the reverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: int, join: int, group: Any) -> Tensor:
@@ -122,7 +122,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _SumOfParts(torch.autograd.Function):
-    """All ranks compute the same loss of the sum: each part's gradient is there already."""
+    """Sum over ranks, all of which compute the same loss of it: each has its gradient already."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, part: Tensor, group: Any) -> Tensor:

@@ -42,12 +42,13 @@ from areal_torch.engines.versions import installed
 TORCH, FLASH_2, FLASH_3 = "varlen", "flash_attention_2", "flash_attention_3"
 TORCH_REPEATED, CUDNN = "varlen_repeat_kv", "varlen_cudnn"
 PACKAGES = {FLASH_2: "flash_attn", FLASH_3: "flash_attn_interface"}
-"""What has to be installed."""
+"""The package that has to be installed."""
 WIDEST = 256
 """Largest width of a head."""
 CUDNN_FROM = 16_384
 _CUDNN_STEP = 1024
-"""cuDNN makes a plan for each length, so sequences are padded to a multiple of so many tokens."""
+"""Sequences are padded to a multiple of this many tokens, because cuDNN compiles a plan for each
+length."""
 
 Varlen = Callable[[list[Tensor], PackedLayout, float, tuple[int, int], float | None], Tensor]
 """Takes queries, keys and values of one width, the layout, the factor of the scores, the tokens
@@ -55,15 +56,15 @@ seen to the left and right (-1: all), and the cap of the scores."""
 
 
 def bind(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Varlen:
-    """Look a kernel's function up, and read from its signature how to call it.
+    """Looks a kernel's function up, and reads from its signature how to call it.
 
     Args:
-        kernel: its name.
-        cudnn_from: tokens of the longest sequence from which `CUDNN` calls cuDNN.
+        kernel: Its name.
+        cudnn_from: Tokens of the longest sequence from which `CUDNN` calls cuDNN.
 
     Raises:
-        CannotStart: this version of it lacks an argument that every model needs.
-        ImportError: it is not there.
+        CannotStart: This version of it lacks an argument that every model needs.
+        ImportError: It is not there.
     """
     if kernel in PACKAGES:
         return partial(_call_package, import_module(PACKAGES[kernel]).flash_attn_varlen_func)
@@ -91,17 +92,17 @@ def varlen_attention(
     *,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend within each sequence, to tokens up to the query's own.
+    """Attends within each sequence, to tokens up to the query's own.
 
     Args:
-        call: from `bind`.
+        call: From `bind`.
         query: [U, heads, head_dim].
         key: [U, key_value_heads, head_dim].
         value: [U, key_value_heads, value_dim].
-        layout: the batch's layout, on the same device.
-        scaling: factor of the scores.
-        window: tokens a query looks back at, itself included; None: all.
-        softcap: scores become softcap * tanh(scores / softcap); `FLASH_2` only.
+        layout: The batch's layout, on the same device.
+        scaling: Factor of the scores.
+        window: Tokens a query looks back at, itself included; None: all.
+        softcap: Scores become softcap * tanh(scores / softcap); `FLASH_2` only.
 
     Returns:
         [U, heads, value_dim].
@@ -182,7 +183,7 @@ def _call_cudnn(
 
 
 def _one_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """[tokens, heads, width] of one sequence."""
+    """Returns the slice [tokens, heads, width] of one sequence."""
     tokens = len(query)
     # No token sees those that are added, which come after it.
     added = (0, 0, 0, 0, 0, -tokens % _CUDNN_STEP)
