@@ -133,8 +133,8 @@ class Agent:
         responses = self.model.sampled[-n:] if reply.status == 200 else [None] * n
         choices = orjson.loads(reply.body)["choices"] if reply.status == 200 else [None] * n
         delivered = arrives and reply.status == 200 and not self.ledger
-        if delivered and reply.sent:
-            await reply.sent()
+        if delivered:
+            await reply.arrived()
         for response, choice in zip(responses, choices, strict=True):
             if response is None:
                 nothing = LLMResponse(prompt, [], [], [], StopReason.ABORT)
