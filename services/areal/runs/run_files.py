@@ -20,6 +20,7 @@ from areal.chassis.files import replacing
 from areal.config.learning_rules import Finding, of_rows
 from areal.runs.metric_names import named
 from areal.runs.status import Evaluation
+from areal.runs.step_rows import thin
 
 MEASURED_AT = "measured_at_step"
 """The result that says, for each evaluation by name, which step's policy it measured."""
@@ -97,6 +98,7 @@ class RunFiles:
         # Open until `close`: a trainer that was replaced while it was stopped still appends to the
         # file that its successor has replaced, not to the successor's.
         self._appending = os.open(self._metrics, os.O_WRONLY | os.O_APPEND)
+        thin(self.rows)
         self.results: dict[str, Any] = (
             json.loads(self._results.read_text("utf-8")) if self._results.exists() else {}
         )
@@ -128,6 +130,7 @@ class RunFiles:
     def append_row(self, row: dict[str, Any]) -> None:
         """Adds the row of a finished step."""
         self.rows.append(row)
+        thin(self.rows)
         os.write(self._appending, orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
 
     def new_findings(self) -> list[Finding]:

@@ -3,6 +3,7 @@ from typing import Any
 
 from areal.runs.run_files import MEASURED_AT, RunFiles, best_step, describe_best
 from areal.runs.status import Evaluation
+from areal.runs.step_rows import MOST_ROWS
 
 
 def test_rows_when_resumed_then_lost_steps_are_dropped(tmp_path):
@@ -23,6 +24,19 @@ def test_rows_when_a_replaced_trainer_wakes_then_its_row_is_not_in_the_successor
     successor.append_row({"step": 2, "reward/mean": 0.5})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"step": 1}, {"step": 2, "reward/mean": 0.5}]
+
+
+def test_rows_when_the_run_is_long_then_few_are_kept_and_the_file_has_all(tmp_path):
+    files = RunFiles(tmp_path, 0)
+    for step in range(1, MOST_ROWS + 501):
+        files.append_row({"step": step})
+        assert len(files.rows) <= MOST_ROWS
+    files.close()
+    resumed = RunFiles(tmp_path, MOST_ROWS + 500)
+    assert len(resumed.rows) <= MOST_ROWS
+    assert resumed.rows[-1]["step"] == MOST_ROWS + 500
+    resumed.close()
+    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == MOST_ROWS + 500
 
 
 def test_rows_when_the_last_line_was_cut_off_then_the_rest_is_kept(tmp_path):
