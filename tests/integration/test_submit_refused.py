@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from areal.chassis.interceptors import CallInterceptor
@@ -52,6 +53,7 @@ async def ledger(tmp_path: Path) -> AsyncIterator[FullLedger]:
     servicer = FullLedger()
     server = grpc.aio.server(interceptors=[CallInterceptor("rollout", CollectorRegistry())])
     rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     config = GRPOConfig()
