@@ -154,6 +154,7 @@ async def test_pause_when_abort_then_partial_answers_with_200(http: Http):
 async def test_update_when_not_paused_then_waits_for_running_requests(http: Http):
     async with generating(http) as tasks:
         await http.update(1)
+        assert (await http.load())["num_running_reqs"] == 0
         answers = await asyncio.gather(*tasks)
     for answer in answers:
         assert spans(answer) == [("0", 0, http.engine.long)]

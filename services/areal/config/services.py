@@ -239,7 +239,7 @@ class EndpointsConfig:
     """host:port of BufferService; for several replicas, as in `rollout`."""
     rollout: str = ""
     """host:port of RolloutService. Calls are spread over replicas: over all addresses of the name,
-    or over several addresses, separated by commas."""
+    or over several addresses, separated by commas; names in such a list are looked up once."""
     reward: str = ""
     """host:port of RewardService; for several replicas, as in `rollout`."""
     weight_sync: str = ""
