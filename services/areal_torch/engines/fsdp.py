@@ -67,13 +67,13 @@ class FSDPEngine(TrainEngine):
     """
 
     def __init__(self, config: TrainEngineConfig | RefConfig) -> None:
-        if isinstance(config, TrainEngineConfig):
-            config.check_optimizer()
-        """Keep the configuration; nothing is loaded before `initialize`.
+        """Keeps the configuration; nothing is loaded before `initialize`.
 
         Raises:
             ConfigError: One of its values is not allowed.
         """
+        if isinstance(config, TrainEngineConfig):
+            config.check_optimizer()
         check(config)
         self.config = config
         self._version = 0
