@@ -44,7 +44,7 @@ class Answer(RolloutWorkflow):
 
     async def arun_episode(self, engine, data):
         n = data["tokens"]
-        while n > 100 and not Path(data["gate"]).exists():
+        while not Path(data["gate"]).exists():
             await asyncio.sleep(0.02)
         gconfig = GenerationHyperparameters(max_new_tokens=n, min_new_tokens=n)
         response = await engine.agenerate(LLMRequest(engine.tokenizer.encode("1+1="), gconfig))
@@ -56,7 +56,8 @@ def main(argv):
     config, _ = load_expr_config(argv, GRPOConfig)
     rollout, actor = RemoteSGLangEngine(config.rollout), FSDPPPOActor(config.actor)
     root = Path(config.run_root)
-    rows = [{"tokens": n, "gate": str(root / "trained")} for n in (40, 1900, 1900, 40)]
+    rows = [(40, "."), (1900, "trained"), (1900, "trained"), (40, "never")]
+    rows = [{"tokens": n, "gate": str(root / gate)} for n, gate in rows]
     rows = StatefulLoader(rows, shuffle=False)
     for step in range(actor.get_version(), config.total_train_steps):
         batch = rollout.prepare_batch(rows, Answer())
@@ -157,7 +158,8 @@ async def test_trace_when_updated_in_flight_and_a_server_dies_then_it_has_no_gap
     """Rows 1 and 2 begin when row 0 is trained; under way, they see its update and a death.
 
     The servers stand still from the middle of these answers until both are done with the update
-    and one of them is dead: however fast a machine generates, no answer ends before.
+    and one of them is dead: however fast a machine generates, no answer ends before. Row 3 never
+    ends, so what is trained is rows 0 to 2: one of these two was on the server that died.
     """
     config = stack.config
     trainer = Process(
@@ -166,8 +168,8 @@ async def test_trace_when_updated_in_flight_and_a_server_dies_then_it_has_no_gap
     stack.processes["trainer"] = trainer
     weight_sync = WeightSyncClient(config.endpoints.weight_sync)
     try:
-        await asyncio.to_thread(stack.generating, 150, 0, 1)
-        for url in config.endpoints.inference:
+        for index, url in enumerate(config.endpoints.inference):
+            await asyncio.to_thread(stack.generating, 150, index)
             await _post(f"{url}/pause_generation", {"mode": "in_place"})
         await asyncio.to_thread(Path(config.run_root, "publish").touch)
         await weight_sync.wait_for("both", lambda s: s.confirmed_version == 1, timeout=60)
@@ -180,6 +182,7 @@ async def test_trace_when_updated_in_flight_and_a_server_dies_then_it_has_no_gap
         await weight_sync.close()
         del stack.processes["trainer"]
         trainer.end()
+        stack.end("inference-0")
         stack.inference("inference-0", config.endpoints.inference[0])
     spans = receiver.wait(
         lambda spans: sum(s.name == "publish" for s in spans) == 6, "3 steps of 1 group"
