@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.plugins.costs import Costs
 from tests.plugins.order import Order, commit
 from tests.plugins.process_marker import ProcessMarker
 
+from areal.chassis.collector import collector_paused
 from areal.chassis.logging import LossyStream
 
 
@@ -41,6 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
         plugins.append(Costs(folder))
     for plugin in plugins:
         config.pluginmanager.register(plugin)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays to the end: the collector need never walk it."""
+    with collector_paused():
+        found = yield
+    gc.freeze()
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from areal.chassis.collector import collector_paused
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Wait
 from areal.errors import ConfigError, Unavailable
@@ -74,9 +75,10 @@ class Frontend:
 
     def _build(self) -> Scheduler:
         """Loads the model; runs in the engine's thread."""
-        import torch
+        with collector_paused():
+            import torch
 
-        from areal_inference.decode.runner import ModelRunner
+            from areal_inference.decode.runner import ModelRunner
 
         torch.set_num_threads(1)
         config = self.config
@@ -260,9 +262,10 @@ def read_model(config: InferenceConfig) -> ServedModel:
     except UnknownModel as error:
         why = str(error)
     try:
-        import transformers  # noqa: F401 - the back end imports it when it needs it
+        with collector_paused():
+            import transformers  # noqa: F401 - the back end imports it when it needs it
 
-        from areal_inference.model.plain import PlainConfig
+            from areal_inference.model.plain import PlainConfig
     except ImportError as error:
         raise ModelError(f"{why}; others need transformers: {error}") from None
     return PlainConfig.from_folder(folder, serving_dtype(config.dtype, folder, gpu=False))

@@ -22,6 +22,7 @@ from typing import Any
 
 import typer
 
+from areal.chassis.collector import collector_paused
 from areal.chassis.logging import get_logger
 from areal.chassis.service import Listeners
 from areal.config.experiment import GRPOConfig, cautions
@@ -97,7 +98,8 @@ def _init_process_group(config: TrainerConfig) -> None:
 
 
 def _load(recipe_file: Path) -> ModuleType:
-    module = load_recipe(Recipe.read(recipe_file).source, str(recipe_file))
+    with collector_paused():  # it imports torch
+        module = load_recipe(Recipe.read(recipe_file).source, str(recipe_file))
     if not callable(getattr(module, "main", None)):
         raise InvalidInput(f"recipe {str(recipe_file)!r}: expected a function main(argv)")
     return module

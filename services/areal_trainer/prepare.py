@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from areal.chassis.collector import collector_paused
 from areal.chassis.logging import configure_logging
 from areal.config.experiment import GRPOConfig, load_expr_config, load_service_config
 from areal.errors import ArealError, CannotStart
@@ -27,11 +28,13 @@ def make_model(config: Path) -> bool:
     """
     base = load_service_config(config)
     recipe = Path(base.recipe)
-    module = load_recipe(Recipe.read(recipe).source, str(recipe))
+    with collector_paused():
+        module = load_recipe(Recipe.read(recipe).source, str(recipe))
     if not hasattr(module, "prepare_model"):
         return False
     try:
-        import torch
+        with collector_paused():
+            import torch
     except ImportError as error:
         raise CannotStart(f"{error}; pip install 'areal-services[trainer]'") from None
 

@@ -18,6 +18,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from areal.chassis.collector import collector_paused
 from areal.errors import InvalidInput
 
 PAD_TOKEN, SYSTEM_TOKEN, USER_TOKEN = "<|pad|>", "<|system|>", "<|user|>"
@@ -149,8 +150,9 @@ def make_tiny_model(
     Raises:
         InvalidInput: Unknown architecture.
     """
-    import torch
-    from transformers import GenerationConfig
+    with collector_paused():
+        import torch
+        from transformers import GenerationConfig
 
     directory = Path(directory)
     kind, config = _configured(
@@ -186,7 +188,8 @@ def _configured(architecture: str, common: dict[str, Any]) -> tuple[Any, Any]:
     import transformers
 
     if architecture == "qwen2":
-        return transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**common)
+        with collector_paused():
+            return transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**common)
     head_dim = common["hidden_size"] // common["num_attention_heads"]
     if architecture == "qwen3_moe":
         experts = {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from areal.chassis.collector import collector_paused
 from areal.errors import InvalidInput
 from areal_torch.engines.model import fill, guards, hub_names, precision
 from areal_torch.engines.model.guards import is_scalar
@@ -37,13 +38,14 @@ def build(
         raise InvalidInput(
             f"path={path!r}: expected a Hugging Face model directory with config.json"
         )
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
-    from transformers.utils import logging
+    with collector_paused():
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForSequenceClassification,
+        )
+        from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
@@ -57,7 +59,8 @@ def build(
             and type(config) in AutoModelForImageTextToText._model_mapping
         ):
             kind = AutoModelForImageTextToText
-        with torch.device("meta"):
+        # The model's class is imported on first use, with much of torch.
+        with collector_paused(), torch.device("meta"):
             hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
         fill.make_buffers(hf)
         hf._known_conversions = hub_names.known_conversions(hf)
