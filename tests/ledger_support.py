@@ -11,7 +11,7 @@ import numpy as np
 from redis.asyncio import Redis
 
 from areal.chassis.waits import Waits
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 from areal.errors import ArealError
 from areal.protocol.trajectories import STATE_FROM_PB, pack_group, task_to_pb
 from areal.types import Purpose, Task, TaskState, Trajectory, TrajectoryGroup, WorkflowSpec

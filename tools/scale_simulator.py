@@ -54,7 +54,7 @@ from tools import scale_meter as meter
 from areal.clients.buffer.connection import BufferConnection
 from areal.clients.buffer.tasks import BufferTasks
 from areal.clients.buffer.worker import BufferWorker
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import GRPOConfig, save_config
 from areal.protocol.leases import Return, ReturnCause

@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from areal import errors
 from areal.chassis.waits import Waits
-from areal.clients.connections import redis_prefix
+from areal.clients.redis_connection import redis_prefix
 from areal.protocol.leases import LedgerStats, Registration, Take
 from areal.types import Purpose, TaskState
 from areal.v1 import buffer_service_pb2 as pb

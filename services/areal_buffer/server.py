@@ -10,7 +10,7 @@ from redis.exceptions import AuthenticationError, RedisError
 from areal.chassis.logging import get_logger
 from areal.chassis.service import Registration, Server, ServiceContext, run_service
 from areal.clients.base import persist
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 from areal.errors import CannotStart, Unavailable
 from areal.v1.buffer_service_pb2_grpc import add_BufferServiceServicer_to_server
 from areal_buffer.config import BufferConfig

@@ -16,7 +16,7 @@ import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from areal.chassis.waits import Waits
-from areal.clients.connections import redis_prefix
+from areal.clients.redis_connection import redis_prefix
 from areal.errors import InvalidInput, NotFound
 from areal.v1 import buffer_service_pb2 as pb
 from areal_buffer import replies

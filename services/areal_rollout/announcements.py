@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
-from areal.clients.connections import connect_nats
+from areal.clients.nats_connection import connect_nats
 from areal.errors import Unavailable
 
 

@@ -17,7 +17,7 @@ from nats.js.errors import NotFoundError
 
 from areal.chassis.backoff import Backoff
 from areal.chassis.logging import get_logger
-from areal.clients.connections import connect_nats
+from areal.clients.nats_connection import connect_nats
 from areal.errors import Unavailable
 from areal_weight_sync.coordinator import Coordinator
 

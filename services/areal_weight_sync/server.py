@@ -13,7 +13,7 @@ from areal.chassis.service import (
     run_service,
     split_address,
 )
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 from areal.v1.weight_sync_service_pb2_grpc import add_WeightSyncServiceServicer_to_server
 from areal_weight_sync.announcer import Announcer
 from areal_weight_sync.config import WeightSyncConfig

@@ -12,7 +12,7 @@ from typing import Any
 import redis
 from tests.redis_server import start_redis
 
-from areal.clients.connections import redis_prefix
+from areal.clients.redis_connection import redis_prefix
 from areal.runs.rollouts.reader import RolloutFolder
 
 ENDS = ("trained", "delivered", "rejected", "cancelled", "expired", "dead_lettered")

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from tests.unit.areal_weight_sync.coordinator_rig import rig_of
 
 from areal.chassis.waits import Waits
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 from areal.errors import StaleIncarnation, Unavailable, WrongStep
 from areal.weights.manifest import PolicyVersion
 from areal_weight_sync.interfaces import Totals

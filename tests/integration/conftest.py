@@ -16,7 +16,7 @@ from tests.integration.weight_sync_rig import BadServer, Process, WeightSyncRig,
 from tests.nats_server import NatsServer
 from tests.redis_server import RedisServer, start_redis
 
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 
 # -- the buffer -------------------------------------------------------------------------------
 

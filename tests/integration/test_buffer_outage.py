@@ -17,7 +17,7 @@ from tests.redis_server import RedisServer
 from tests.service_process import service_process
 from tests.waiting import until
 
-from areal.clients.connections import connect_redis, redis_prefix
+from areal.clients.redis_connection import connect_redis, redis_prefix
 from areal.errors import ArealError, LeaseLost, Unavailable, WaitTimeout
 from areal.protocol.leases import Lease, TakeState
 from areal.types import TaskState

@@ -16,7 +16,7 @@ from tests.buffer_server import start_buffer
 from tests.ledger_support import make_group, make_task
 from tests.redis_server import RedisServer
 
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 from areal.errors import CapacityExceeded
 from areal.protocol.leases import TakeState
 from areal.types import TrajectoryGroup

@@ -10,7 +10,7 @@ from tests.nats_server import NatsServer
 from tests.waiting import until
 
 from areal.chassis.backoff import Backoff
-from areal.clients import connections
+from areal.clients import nats_connection
 
 
 class Pauses(Backoff):
@@ -35,12 +35,12 @@ async def test_nats_when_it_comes_back_then_so_do_we_after_growing_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses = Pauses()
-    monkeypatch.setattr(connections, "Backoff", lambda: pauses)
+    monkeypatch.setattr(nats_connection, "Backoff", lambda: pauses)
     server = NatsServer(tmp_path / "nats")
     server.start()
     try:
         with structlog.testing.capture_logs() as logs:
-            client = await connections.connect_nats(server.url, "test")
+            client = await nats_connection.connect_nats(server.url, "test")
             got = await client.subscribe("news")
             server.kill()
             await until(lambda: len(pauses.given) >= 6, "six tries")
@@ -64,7 +64,9 @@ async def test_nats_when_several_are_given_then_another_takes_over(tmp_path: Pat
     for server in servers:
         server.start()
     try:
-        client = await connections.connect_nats(", ".join(server.url for server in servers), "test")
+        client = await nats_connection.connect_nats(
+            ", ".join(server.url for server in servers), "test"
+        )
         first = next(each for each in servers if str(each.port) in client.connected_url.netloc)
         first.kill()
         await until(

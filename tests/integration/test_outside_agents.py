@@ -14,7 +14,7 @@ import pytest
 from tests.buffer_client import BufferClient
 from tests.integration.gateway_agents import Refused, agents_stack, request
 
-from areal.clients.connections import connect_redis, redis_prefix
+from areal.clients.redis_connection import connect_redis, redis_prefix
 
 
 @pytest.fixture(scope="module")

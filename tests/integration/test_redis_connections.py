@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.redis_server import RedisServer
 
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 
 
 async def test_commands_when_more_than_connections_then_they_wait(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 
 from areal.chassis.logging import get_logger
 from areal.chassis.waits import Waits
-from areal.clients.connections import redis_prefix
+from areal.clients.redis_connection import redis_prefix
 from areal.errors import StaleIncarnation, Unavailable, WrongStep
 from areal.weights.manifest import PolicyVersion, from_json, to_json
 from areal_weight_sync.coordinator import Coordinator

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from areal.chassis.logging import configure_logging, get_logger
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import ConfigError
 from areal.security import Security, SecurityConfig, is_loopback, redact, without_secrets

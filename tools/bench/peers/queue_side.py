@@ -33,7 +33,7 @@ from areal.clients.buffer.batching import CALL_BYTES
 from areal.clients.buffer.connection import BufferConnection
 from areal.clients.buffer.trainer import BufferTrainer
 from areal.clients.buffer.worker import BufferWorker
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 from areal.protocol.trajectories import group_to_pb, pack_group
 from areal.security import Security
 from areal.types import Purpose, Task, Trajectory, TrajectoryGroup, WorkflowSpec

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "services"))
 
-from areal.clients.connections import connect_redis
+from areal.clients.redis_connection import connect_redis
 from areal.v1 import buffer_service_pb2 as pb
 
 WAIT_S = 30.0
