@@ -3,7 +3,7 @@
 import pytest
 import yaml
 from tests.charts.fake_cluster import cluster
-from tests.charts.rendering import NAMESPACE, named, of_kind, pods, render, template
+from tests.charts.rendering import NAMESPACE, named, objects_in, of_kind, pods, render, template
 from tests.charts.test_chart_notes import notes
 
 
@@ -90,7 +90,7 @@ def test_prepare_when_its_job_has_failed_then_the_next_revision_makes_another(co
         server = ("--dry-run=server", "--kube-apiserver", address, "--is-upgrade")
         done = template(*server)
     assert done.returncode == 0, done.stderr
-    found = [o for o in yaml.safe_load_all(done.stdout) if o and o["kind"] == "Job"]
+    found = [o for o in objects_in(done.stdout) if o["kind"] == "Job"]
     [again] = [o["metadata"]["name"] for o in found if "prepare" in o["metadata"]["name"]]
     # `helm template` counts every release as its first.
     assert again == name + suffix

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.charts.rendering import CHART, NAMESPACE, helm, of_kind, pods, refusal, render
+from tests.charts.rendering import (
+    CHART,
+    NAMESPACE,
+    helm,
+    objects_in,
+    of_kind,
+    pods,
+    refusal,
+    render,
+)
 from tests.charts.test_chart_rendering import validate
 
 FOREIGN = yaml.safe_load((Path(__file__).parent / "foreign_values.yaml").read_text())
@@ -29,7 +38,7 @@ def test_values_when_a_person_brings_them_from_elsewhere_then_they_are_in_the_ob
     own = case["values"].get("image", {}).get("repository")
     set_again = ("--set", f"image.repository={own}") if own else ()
     objects = objects_of(case["values"], tmp_path, *set_again)
-    text = yaml.safe_dump_all(objects, width=10_000)
+    text = yaml.dump_all(objects, Dumper=yaml.CSafeDumper, width=10_000)
     usual = render()  # which other tests validate
     for each in objects:
         if each not in usual:
@@ -252,7 +261,7 @@ def test_chart_when_only_its_version_changes_then_no_pod_does(workload, tmp_path
     images = ("--set", f"image.repository=registry.example.com/areal,trainer.workload={workload}")
     done = helm("template", "areal", str(chart), "--namespace", NAMESPACE, *images)
     assert done.returncode == 0, done.stderr
-    after = tuple(each for each in yaml.safe_load_all(done.stdout) if each)
+    after = objects_in(done.stdout)
     before = render("--set", f"trainer.workload={workload}")
     assert "areal-99.0.0" in done.stdout
     assert jobs(after) == jobs(before)

@@ -1,26 +1,16 @@
 """Every values file of ci/ renders, lints and is valid for current and older clusters."""
 
 import copy
-import functools
 import json
 
 import jsonschema
-import kubernetes_validate.utils
+import kubernetes_validate
 import pytest
 from tests.charts.rendering import CHART, CI, crd_schemas, helm, named, render, render_ci
 
 VERSIONS = ("1.29", "1.33", "1.37")
 # They have no published schema to check against.
 WITHOUT_SCHEMA = {"ScaledObject", "HTTPRoute"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schemas_read_once():
-    """The library reads a file of 2 MB for every object."""
-    with pytest.MonkeyPatch.context() as patch:
-        utils = kubernetes_validate.utils
-        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
-        yield
 
 
 def validate(each, version):

@@ -7,7 +7,16 @@ import base64
 import pytest
 import yaml
 from tests.charts.fake_cluster import cluster
-from tests.charts.rendering import NAMESPACE, named, of_kind, pods, refusal, render, template
+from tests.charts.rendering import (
+    NAMESPACE,
+    named,
+    objects_in,
+    of_kind,
+    pods,
+    refusal,
+    render,
+    template,
+)
 
 from areal.security import FOLDER_VARIABLE, SECRET_VARIABLES
 
@@ -33,7 +42,7 @@ def upgrade(address, *arguments):
     server = ("--dry-run=server", "--kube-apiserver", address)
     done = template("--is-upgrade", *server, *arguments)
     assert done.returncode == 0, done.stderr
-    return tuple(each for each in yaml.safe_load_all(done.stdout) if each)
+    return objects_in(done.stdout)
 
 
 @pytest.mark.parametrize(("live", "wanted"), [(16, 16), (2, 2)])
