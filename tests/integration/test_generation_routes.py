@@ -19,8 +19,9 @@ SHAPE, OTHER = (3, 2, 8), (3, 2, 5)
 ASKED = RouteShape(*SHAPE)
 
 
-def expected(tokens):
-    return np.array([route_at(position, SHAPE) for position in range(tokens)])
+def expected(tokens, of=lambda position: SHAPE):
+    """The experts of the first tokens; those of a token in a layer in ascending order."""
+    return np.sort([route_at(position, of(position)) for position in range(tokens)], axis=-1)
 
 
 async def test_routes_when_a_server_says_them_then_the_answer_has_them_in_a_byte_each():
@@ -56,7 +57,7 @@ async def test_routes_when_an_answer_is_continued_then_each_token_has_those_that
     check(response, 6)
     known = len(PROMPT) + 2 - 1  # the last token of a part has none yet
     assert [each["routed_experts_start_len"] for each in server.requests] == [0, known]
-    wanted = [route_at(at, SHAPE if at < known else OTHER) for at in range(len(PROMPT) + 5)]
+    wanted = expected(len(PROMPT) + 5, lambda at: SHAPE if at < known else OTHER)
     np.testing.assert_array_equal(response.routed_experts, wanted)
 
 
@@ -152,7 +153,7 @@ async def test_routes_when_they_are_large_then_the_loop_serves_others_while_they
         released.set()
         response = await running
     check(response, 600)
-    wanted = [route_at(position, LONG) for position in range(len(PROMPT) + 599)]
+    wanted = expected(len(PROMPT) + 599, lambda position: LONG)
     np.testing.assert_array_equal(response.routed_experts, wanted)
 
 

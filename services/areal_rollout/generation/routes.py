@@ -3,7 +3,8 @@
 SGLang returns int32 [tokens - 1 - start, layers, k] in base64: of each token of prompt and answer
 from `routed_experts_start_len` on, but the last, which no forward pass has read. It does so once an
 answer has ended or was aborted, and for all layers: those without experts have zeros. A prompt's
-tokens that came from its prefix cache have the experts of the request that computed them.
+tokens that came from its prefix cache have the experts of the request that computed them. A token's
+experts in a layer are kept in ascending order.
 
 Routes are a help, not a part of an answer: whatever is wrong with them, the answer is as good
 without. Then the trainer's router chooses, and counts it (`routes/missing`).
@@ -107,7 +108,7 @@ class RouteReader:
             response.routed_experts = more if known is None else np.concatenate([known, more])
 
     def _decoded(self, value: Any, rows: int) -> npt.NDArray[Any] | str:
-        """Routes [rows, layers, k] of their own memory; or what is wrong with them."""
+        """Routes [rows, layers, k] of their own memory, sorted; or what is wrong with them."""
         shape = self._shape
         expected = max(rows, 0) * shape.layers * shape.chosen
         if not isinstance(value, str):
@@ -126,7 +127,11 @@ class RouteReader:
         wide = np.frombuffer(data, _WIDE).reshape(max(rows, 0), shape.layers, shape.chosen)
         if wide.size and not 0 <= int(wide.min()) <= int(wide.max()) < shape.experts:
             return f"has experts {wide.min()} to {wide.max()}: expected 0 to {shape.experts - 1}"
-        return wide.astype(np.uint8 if shape.experts <= 256 else np.uint16)
+        narrow = wide.astype(np.uint8 if shape.experts <= 256 else np.uint16)
+        # The order says which scored higher. The trainer's own logits say that again, and sorted
+        # choices compress to about half.
+        narrow.sort(axis=-1)
+        return narrow
 
     def _warn(self, kind: str, cause: str) -> None:
         if kind not in self._said:

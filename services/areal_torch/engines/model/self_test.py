@@ -156,7 +156,8 @@ def _with_one_choice(model: PackedCausalLM, batch: Batch) -> float:
 def _recorded(model: PackedCausalLM, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """Logprobs, and the routers' choice for each token, int16 [T, layers, k]; None: not known.
 
-    -1 stands for layers without a router that calls topk over all experts.
+    A token's experts are in ascending order, as a trajectory has them. -1 stands for layers without
+    a router that calls topk over all experts.
     """
     routes = model.routes
     with routes.recorded() as chosen:
@@ -169,7 +170,7 @@ def _recorded(model: PackedCausalLM, batch: Batch) -> tuple[Tensor, Tensor | Non
     own = torch.full(shape, -1, dtype=torch.int16, device=batch["input_ids"].device)
     for layer in tested:
         whole = model.context.whole(chosen[layer]) if model.context else chosen[layer]
-        own[:, layer] = whole[layout.locate].to(torch.int16)
+        own[:, layer] = whole[layout.locate].sort(-1).values.to(torch.int16)
     return found, own
 
 

@@ -67,7 +67,13 @@ def test_routes_when_some_are_known_then_only_what_follows_is_added(known):
         found = read(encoded(more[start:]), known, start)
         assert len(found) == ROWS
         assert (found[:known] == 7).all()
-        np.testing.assert_array_equal(found[known:], more[known:])
+        np.testing.assert_array_equal(found[known:], np.sort(more[known:]))
+
+
+def test_routes_when_a_server_names_the_best_expert_first_then_they_are_sorted():
+    said_order = np.random.default_rng(0).random((ROWS, 3, 8)).argsort(-1)[..., :2]
+    assert (np.diff(said_order) < 0).any()
+    np.testing.assert_array_equal(read(encoded(said_order)), np.sort(said_order))
 
 
 def test_routes_when_there_are_more_than_256_experts_then_each_has_two_bytes():

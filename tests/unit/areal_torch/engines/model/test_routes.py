@@ -1,10 +1,12 @@
 """Router replay: the server's choice of experts, with weights from the trainer's own logits."""
 
+import functools
 from types import MethodType
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from structlog.testing import capture_logs
 from tests.unit.areal_torch.engines.train_fixtures import (
     assert_gradients_close,
@@ -110,6 +112,9 @@ def test_replay_when_the_choice_is_the_routers_own_then_nothing_changes(kind):
     for one, two in zip(before, after, strict=True):
         assert (one is None) == (two is None)
         assert one is None or torch.allclose(one, two, rtol=1e-12, atol=1e-15)
+    with routes.told(given.flip(-1)):
+        found = hf(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(found, free, rtol=1e-6), "the order of a token's experts has a meaning"
     with routes.told(others(given)):
         assert not torch.allclose(hf(input_ids=ids, use_cache=False).logits, free)
 
@@ -360,6 +365,22 @@ def test_reference_when_a_batch_has_routes_then_it_chooses_itself(engine_of):
     batch = routed(engine)
     free = {key: value for key, value in batch.items() if key != ROUTES}
     assert torch.equal(engine.forward(batch), engine.forward(free))
+
+
+def test_self_test_when_the_order_of_experts_has_a_meaning_then_the_family_is_not_replayed(
+    engine_of, monkeypatch
+):
+    router = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter
+    plain = router.forward
+
+    @functools.wraps(plain)
+    def forward(self, hidden):
+        logits, weights, chosen = plain(self, hidden)
+        return logits, weights * torch.tensor([1.0, 0.5]).to(weights), chosen
+
+    monkeypatch.setattr(router, "forward", forward)
+    refused = engine_of().model.routes.refused
+    assert refused.startswith("its own choice, replayed, changes logprobs by")
 
 
 def test_self_test_when_a_router_ignores_the_choice_then_the_family_is_not_replayed(
