@@ -70,7 +70,8 @@ def encode(
                 routed_experts=routes.tensor_of(response.routed_experts),
             )
     codec = codec or GroupCodec()
-    packed = codec.compress(journal.SerializeToString())
+    routed = any(call.HasField("routed_experts") for call in journal.calls)
+    packed = codec.compress(journal.SerializeToString(), routed=routed)
     if len(packed) > max_bytes:
         for call in journal.calls:
             call.ClearField("routed_experts")

@@ -37,8 +37,9 @@ MAX_GROUP_BYTES = 64 * 1024 * 1024
 _MAGIC = b"\x28\xb5\x2f\xfd"
 # Below, the record around the group weighs more than what would be saved.
 MIN_BYTES = 512
-# Higher levels take longer, also to expand, and save little: tools/bench/compression.py.
-_LEVEL = -1
+# Higher levels take longer, also to expand, and save little: tools/bench/compression.py. Routes
+# repeat little, and only from level 1 on do frequent bytes get shorter codes.
+_LEVEL, _LEVEL_OF_ROUTES = -1, 1
 # What any message may have.
 _MAX_BYTES = 128 * 1024 * 1024
 
@@ -51,11 +52,14 @@ class GroupCodec:
 
     def __init__(self) -> None:
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self._compressor_of_routes = zstandard.ZstdCompressor(level=_LEVEL_OF_ROUTES)
         self._decompressor = zstandard.ZstdDecompressor()
 
-    def compress(self, payload: bytes) -> bytes:
-        """Returns a serialized group as it is sent and stored."""
-        return payload if len(payload) < MIN_BYTES else self._compressor.compress(payload)
+    def compress(self, payload: bytes, *, routed: bool = False) -> bytes:
+        """Returns a serialized group as it is sent and stored; `routed`: it has routes."""
+        if len(payload) < MIN_BYTES:
+            return payload
+        return (self._compressor_of_routes if routed else self._compressor).compress(payload)
 
     def expand(self, stored: bytes, max_bytes: int = _MAX_BYTES) -> bytes:
         """Returns the serialized group.
@@ -214,7 +218,9 @@ def group_from_pb(message: pb.TrajectoryGroup) -> TrajectoryGroup:
 
 def pack_group(group: TrajectoryGroup, codec: GroupCodec | None = None) -> bytes:
     """Encodes a group as it is handed in and stored; raises InvalidInput."""
-    return (codec or GroupCodec()).compress(group_to_pb(group).SerializeToString())
+    message = group_to_pb(group)
+    routed = any(each.gap_tokens for each in message.trajectories)
+    return (codec or GroupCodec()).compress(message.SerializeToString(), routed=routed)
 
 
 def unpack_group(payload: bytes, codec: GroupCodec | None = None) -> TrajectoryGroup:
@@ -229,7 +235,7 @@ def check_group_pb(message: pb.TrajectoryGroup) -> dict[str, npt.NDArray[Any]]:
         Its arrays, each for all trajectories one after the other.
     """
     arrays = _arrays_from_pb(message)
-    routes.parts_of(message)
+    routes.check(message)
     for each in message.trajectories:
         _finish_reason(each)
     return arrays

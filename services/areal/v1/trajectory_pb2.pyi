@@ -285,6 +285,7 @@ class Trajectory(_message.Message):
     SERVERS_FIELD_NUMBER: _builtins.int
     SPLIT_FIELD_NUMBER: _builtins.int
     ROUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    GAP_TOKENS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     length: _builtins.int
     """Tokens (L), prompt and answer."""
@@ -302,6 +303,8 @@ class Trajectory(_message.Message):
     """
     routed_tokens: _builtins.int
     """Of how many of its first tokens `routed_experts` says the experts; 0: of none."""
+    gap_tokens: _builtins.int
+    """The same for `expert_gaps`."""
     @_builtins.property
     def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The parts of its reward by name, before weights; may be empty."""
@@ -323,10 +326,11 @@ class Trajectory(_message.Message):
         servers: _abc.Iterable[_builtins.str] | None = ...,
         split: _builtins.str = ...,
         routed_tokens: _builtins.int = ...,
+        gap_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "generation_s", b"generation_s", "length", b"length", "reward", b"reward", "reward_parts", b"reward_parts", "routed_tokens", b"routed_tokens", "servers", b"servers", "split", b"split", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_text", b"completion_text", "finish_reason", b"finish_reason", "gap_tokens", b"gap_tokens", "generation_s", b"generation_s", "length", b"length", "reward", b"reward", "reward_parts", b"reward_parts", "routed_tokens", b"routed_tokens", "servers", b"servers", "split", b"split", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -362,8 +366,10 @@ class TrajectoryGroup(_message.Message):
         """Aligned arrays, in each of which the trajectories follow one another without padding: input_ids
         int32, loss_mask bool, behavior_logprobs float32 (0 on tokens that were not sampled),
         token_versions int32 (-1 on tokens that were not sampled), rewards float32. If servers said
-        which experts they chose, also routed_experts, uint8 or uint16 [tokens, layers, k], which has
-        the `routed_tokens` of each trajectory.
+        which experts they chose, also expert_gaps, uint8 or uint16 [layers, tokens, k], which has the
+        `gap_tokens` of each trajectory: for each token the first of its experts in the layer, then each
+        expert minus the one before it (modulo 256 or 65,536). 0.3.0 wrote routed_experts instead, the
+        experts [tokens, layers, k] of the `routed_tokens` of each trajectory.
         """
 
     @_builtins.property
