@@ -24,8 +24,8 @@ from areal.weights.manifest import (
 )
 from areal.weights.safetensors import HostTensor, Layout, plan_layout
 
-# What a server may read beside the weights.
-_COMPANIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+# What a server may read beside the weights: tekken.json, tiktoken.model, chat_template.json too.
+_COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _MAX_THREADS = 4
 _LEAST_S = 30.0
 _SLOWEST_BYTES_PER_S = 64 << 20
@@ -107,10 +107,11 @@ def patience_s(size_bytes: int) -> float:
 
 
 def companions(model: Path) -> Iterator[Path]:
-    """Yields the configuration and tokenizer files of a model folder."""
+    """Yields a model folder's files of configurations, tokenizers and processors."""
     for pattern in _COMPANIONS:
         for file in sorted(model.glob(pattern)):
-            if not file.name.endswith(".index.json") and file.name != "manifest.json":
+            left_out = file.name.endswith(".index.json") or file.name == "manifest.json"
+            if file.is_file() and not left_out:
                 yield file
 
 

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face directory: weights in shards, configs, tokenizer files."""
+"""Writing a Hugging Face directory: weights in shards, configs, and what servers read beside."""
 
 from __future__ import annotations
 
@@ -12,21 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal.weights.publisher import companions
+
 _INDEX = "model.safetensors.index.json"
-# Files that make the directory servable, beside config and weights.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
+# Written from the model that was trained.
+_OWN = ("config.json", "generation_config.json")
 _NAMED_TEMPLATES = "additional_chat_templates"
 _SHARD_BYTES = 4 << 30
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -35,7 +25,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 def write_directory(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], hf: Any, source: Path
 ) -> None:
-    """Writes a Hugging Face directory: weights, config, generation config, tokenizer files.
+    """Writes a Hugging Face directory: weights, configs, files of tokenizers and processors.
 
     Weights of an earlier model in the directory are removed.
 
@@ -43,7 +33,7 @@ def write_directory(
         directory: Created if missing.
         tensors: (name, CPU tensor), from `iter_full_tensors`; held in memory one shard at a time.
         hf: The model, for its configs.
-        source: Directory that the tokenizer files are copied from.
+        source: Directory that files of tokenizers and processors are copied from.
     """
     from safetensors.torch import save_file
 
@@ -93,15 +83,15 @@ def write_directory(
     )
     if getattr(hf, "generation_config", None) is not None:
         hf.generation_config.save_pretrained(directory)
-    _copy_tokenizer(source, directory)
+    _copy_companions(source, directory)
 
 
-def _copy_tokenizer(source: Path, directory: Path) -> None:
+def _copy_companions(source: Path, directory: Path) -> None:
     if source.resolve() == directory.resolve():
         return
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
+    for file in companions(source):
+        if file.name not in _OWN:
+            shutil.copyfile(file, directory / file.name)
     if (source / _NAMED_TEMPLATES).is_dir():
         shutil.copytree(source / _NAMED_TEMPLATES, directory / _NAMED_TEMPLATES, dirs_exist_ok=True)
 
