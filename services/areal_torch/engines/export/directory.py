@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal.model_directory import read_config
 from areal.weights.publisher import companions
 
 _INDEX = "model.safetensors.index.json"
@@ -74,16 +75,58 @@ def write_directory(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
     _remove_others(directory, set(weight_map.values()))
-    config = hf.config.to_dict()
-    config["architectures"] = [type(hf).__name__]
-    if sizes:  # some tensors may stay in float32 (`precision`)
-        config["dtype"] = str(max(sizes, key=lambda each: sizes[each])).removeprefix("torch.")
+    dtype = str(max(sizes, key=lambda each: sizes[each])) if sizes else None
+    config = _config(hf, source, dtype and dtype.removeprefix("torch."))
     (directory / "config.json").write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8"
     )
     if getattr(hf, "generation_config", None) is not None:
         hf.generation_config.save_pretrained(directory)
     _copy_companions(source, directory)
+
+
+def _config(hf: Any, source: Path, dtype: str | None) -> dict[str, Any]:
+    """Returns the content of config.json: the source's, with what the model has otherwise.
+
+    transformers renames and drops fields when it reads a config (the layers' pattern of Nemotron-H,
+    say), and servers may know only the published form.
+
+    Args:
+        hf: The model.
+        source: The directory that its config was read from.
+        dtype: Of most weights, as config.json names it.
+    """
+    config: dict[str, Any] = hf.config.to_dict()
+    if (source / "config.json").is_file():
+        read = type(hf.config).from_pretrained(source).to_dict()
+        config = _with_changes(read_config(source), read, config)
+    config["architectures"] = [type(hf).__name__]
+    if dtype is not None:  # some tensors may stay in float32 (`precision`)
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict):
+                part["dtype"] = dtype
+                if "torch_dtype" in part:  # its former name
+                    part["torch_dtype"] = dtype
+    return config
+
+
+def _with_changes(
+    written: dict[str, Any], read: dict[str, Any], now: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns `written` with each field that differs between `read` and `now`."""
+    merged = dict(written)
+    for name, value in now.items():
+        before: Any = read.get(name)
+        part: Any = written.get(name)
+        if name in read and value == before:
+            continue
+        if name in ("dtype", "_name_or_path"):  # the caller's; a path of this machine
+            continue
+        merged[name] = value
+        nested = all(isinstance(each, dict) for each in (part, before, value))
+        if nested and before.keys() == value.keys():
+            merged[name] = _with_changes(part, before, value)
+    return merged
 
 
 def _copy_companions(source: Path, directory: Path) -> None:
