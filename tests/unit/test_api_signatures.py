@@ -22,6 +22,7 @@ HANDLED = {
     "transformers.PreTrainedModel._weight_conversions": "set when a model is loaded, also by us",
     "transformers.PreTrainedModel._known_conversions": "set by us when a model is built",
     "transformers.PreTrainedModel._left_on_disk": "set by us when a model is built",
+    "transformers.PreTrainedModel._names_in_files": "set by us when a model is loaded",
     "transformers.distributed.tensor_parallel.apply_tensor_parallelism": PLANS,
     "transformers.distributed.expert_parallel.apply_expert_parallelism": PLANS,
     "transformers.distributed.parallel_utils.replace_layer_number_by_wildcard": PLANS,

@@ -156,7 +156,7 @@ class Skeleton:
                 steps, used = hub_names.import_steps(hf, directory)
             except InvalidInput as error:
                 raise ModelError(f"model path {folder}: {error}") from None
-            hf._weight_conversions = used
+            hub_names.remember(hf, steps, used)
             shapes, repeated = directory.shapes, hub_names.repeated(hf, directory.shapes)
         tensors = {
             name: (shapes[name], live[step.target].dtype) for step in steps for name in step.names

@@ -85,11 +85,11 @@ def materialize(model: nn.Module, device: torch.device, parameters_on: torch.dev
 
 
 @torch.no_grad()
-def load_own(hf: Any, directory: Path) -> list[Any]:
+def load_own(hf: Any, directory: Path) -> tuple[list[hub_names.Step], list[Any]]:
     """Reads this rank's part of every tensor of a Hub directory.
 
     Returns:
-        transformers' conversions that were used; an export reverts them.
+        How it was read, for `hub_names.remember`.
 
     Raises:
         InvalidInput: A tensor is unknown, missing, of another shape, or given twice, differently;
@@ -108,7 +108,7 @@ def load_own(hf: Any, directory: Path) -> list[Any]:
                 continue
             for name, tensor in step.run(hf, map(tensors.read, step.names)):
                 local(live[name]).copy_(tensor[own_box(live[name])])
-    return used
+    return steps, used
 
 
 @torch.no_grad()

@@ -85,7 +85,7 @@ def export_steps(hf: Any) -> list[Step]:
     """Returns the steps that convert `live_tensors` to a Hub directory's; the same on every rank.
 
     What was converted when the model was loaded is reverted, so that the names of its own directory
-    come out again; a model made from a config alone gets its family's.
+    come out again (see `remember`); a model made from a config alone gets its family's.
     """
     from transformers.core_model_loading import PrefixChange, dot_natural_key
 
@@ -95,11 +95,12 @@ def export_steps(hf: Any) -> list[Step]:
         used = [conversion for conversion in used if not isinstance(conversion, PrefixChange)]
     renamings, converters, by_pattern = _sorted_out([c.reverse_transform() for c in reversed(used)])
     unsaved = set(hf._keys_to_ignore_on_save or ())
+    own = getattr(hf, "_names_in_files", {})
     steps: dict[str, Step] = {}
     for name in sorted(live_tensors(hf).keys() - unsaved, key=dot_natural_key):
         target, pattern = _converted(name, converters)
         if pattern is None:
-            target = _renamed(name, renamings)
+            target = own.get(name) or _renamed(name, renamings)
             step = steps.setdefault(target, Step(target))
         else:
             step = steps.setdefault(target, Step(target, by_pattern[pattern], renamings))
@@ -147,6 +148,26 @@ def import_steps(hf: Any, directory: TensorDirectory) -> tuple[list[Step], list[
             )
         )
     return list(steps.values()), used
+
+
+def remember(hf: Any, steps: Iterable[Step], used: list[Any]) -> None:
+    """Notes how the model's own directory was read, for `export_steps`.
+
+    Names are noted too, because a renaming need not be reversible: Kimi-Linear's dense layers and
+    its layers of experts have two names in files, and one in the model.
+
+    Args:
+        hf: The model.
+        steps: Those of `import_steps`.
+        used: Its conversions.
+    """
+    kept = set(_tied(hf).values())  # one name of several, maybe not the one that is saved
+    hf._weight_conversions = used
+    hf._names_in_files = {
+        step.target: step.names[0]
+        for step in steps
+        if step.converter is None and step.target not in kept
+    }
 
 
 def repeated(hf: Any, found: Shapes) -> dict[str, str]:

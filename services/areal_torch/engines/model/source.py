@@ -99,7 +99,7 @@ def load_weights(hf: Any, path: str) -> None:
     directory = Path(path)
     if is_scalar(hf):  # zero where the directory has none
         fill.local(hf.score.weight.detach()).zero_()
-    hf._weight_conversions = fill.load_own(hf, directory)
+    hub_names.remember(hf, *fill.load_own(hf, directory))
     if (directory / "generation_config.json").is_file():
         hf.generation_config = GenerationConfig.from_pretrained(directory)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.unit.areal_torch.engines.hub_families import FAMILIES, SEEING, make_family, scatter
+from tests.unit.areal_torch.engines.tiny_families import saved
 
 from areal.config.training import TrainEngineConfig
 from areal.errors import InvalidInput
@@ -139,6 +140,25 @@ def test_load_when_the_directory_keeps_experts_fused_then_takes_it_too(make_engi
     scatter(engine.model.hf)
     engine.load(tmp_path / "fused")
     assert_same(engine.model.hf.state_dict(), expected)
+
+
+def test_version_when_dense_layers_and_experts_have_two_names_then_both_come_out_again(
+    make_engine, tmp_path
+):
+    source = tmp_path / "source"
+    saved("kimi_linear", source)
+    experts, dense = "model.layers.0.block_sparse_moe.", "model.layers.0.mlp."  # as on the Hub
+    rewrite(source, lambda each: {n.replace(experts, dense): t for n, t in each.items()})
+    names = weights_of(source).keys()
+    assert {
+        f"{dense}up_proj.weight",
+        "model.layers.1.block_sparse_moe.experts.0.w1.weight",
+    } <= names
+    engine = make_engine(source)
+    version = publish(engine, tmp_path / "weights")
+    check_same_tensors(build_manifest(version, 1, 1), build_manifest(source, 0, 0))
+    engine.save(tmp_path / "saved")
+    assert weights_of(tmp_path / "saved").keys() == names
 
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
