@@ -36,7 +36,10 @@ EXCEPTIONS = {
 }
 MAIN = '''"""`areal-{command}`, and `python -m {package}`."""
 
-from {package}.server import main
+from areal.chassis.collector import collector_paused
+
+with collector_paused():
+    from {package}.server import main
 
 if __name__ == "__main__":
     main()
