@@ -191,6 +191,12 @@ ROWS = [
         ("actor.lora={}", "actor.optimizer.lr=3e-3"),
         measure=Measure(least=0.27),  # 80 % of what full training rises by
     ),
+    Row(
+        "muon",
+        "GRPO with Muon",
+        FAMILY,
+        ("actor.optimizer.type=muon", "actor.optimizer.lr=1e-3"),
+    ),
     _architecture("qwen3_moe", "Mixture of experts (Qwen3-MoE)"),
     _architecture("qwen3_moe", "Mixture of experts, shuffled rewards (control)", "control=true"),
     _architecture("qwen3_5", "Delta rule, unused vision tower (Qwen3.5)"),

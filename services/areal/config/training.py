@@ -56,7 +56,8 @@ class OptimizerConfig:
     type: OptimizerType = "adamw"
     """`muon`: the matrices of the layers are updated by Muon, which keeps one float32 moment of
     them instead of two; embeddings, head, norms and biases by AdamW. Rates and weight decay mean
-    the same as for `adamw`."""
+    the same as for `adamw`, but try higher rates: the demo learns well at 1e-3, at which it
+    collapses with AdamW (docs/learning.md)."""
 
     lr: Annotated[float, Ge(0)] = 1.7e-5
     """Peak learning rate."""
