@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 # What makes a configuration tiny and its special features show; names it lacks are left out.
-_TINY: dict[str, Any] = {
+_WIDTHS: dict[str, int] = {
     "vocab_size": 96,
     "vocab_size_per_layer_input": 96,
     "hidden_size": 32,
@@ -32,6 +32,21 @@ _TINY: dict[str, Any] = {
     "shared_expert_intermediate_size": 24,
     "shared_experts_intermediate_size": 24,
     "dense_intermediate_size": 48,
+    "head_dim": 8,
+    "dim_head": 8,
+    "rotary_dim": 4,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "seq_length": 128,
+    "max_seq_len": 128,
+    "sliding_window": 7,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
     "n_layer": 4,
     "n_layers": 4,
@@ -44,14 +59,6 @@ _TINY: dict[str, Any] = {
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
-    "dim_head": 8,
-    "rotary_dim": 4,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "seq_length": 128,
-    "max_seq_len": 128,
-    "sliding_window": 7,
     "attention_chunk_size": 4,
     "floor_scale": 3,
     "index_topk": 3,
@@ -68,11 +75,6 @@ _TINY: dict[str, Any] = {
     "moe_k": 2,
     "n_group": 1,
     "topk_group": 1,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -184,8 +186,12 @@ class NotTried(Exception):
     """There is no tiny model of this architecture; says why in one line."""
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, wider: int = 1) -> Any:
     """Returns the configuration of a tiny model.
+
+    Args:
+        model_type: The architecture.
+        wider: Factor of its widths and lengths (1: hidden size 32), for text models alone.
 
     Raises:
         NotTried: It is made of several models.
@@ -195,16 +201,16 @@ def tiny_config(model_type: str) -> Any:
     default = CONFIG_MAPPING[model_type]()
     text = default.get_text_config()
     if text is not default:
-        if model_type not in COMPOSITE:
+        if model_type not in COMPOSITE or wider > 1:
             raise NotTried(f"several models in one; its text model is `{text.model_type}`")
         parts = {
             name: _tiny_tower(kind) | COMPOSITE[model_type].get(name, {})
             for name, kind in _towers(default)
         }
         tokens = {name: 90 + number for number, name in enumerate(_placeholders(default))}
-        chosen = _tiny_text(text, model_type) | COMPOSITE[model_type].get("text_config", {})
+        chosen = _tiny_text(text) | COMPOSITE[model_type].get("text_config", {})
         return type(default)(text_config=chosen, **parts, **tokens)
-    return type(text)(**_tiny_text(text, model_type))
+    return type(text)(**_tiny_text(text, wider))
 
 
 def _towers(default: Any) -> Iterator[tuple[str, type]]:
@@ -229,11 +235,12 @@ def _tiny_tower(kind: type) -> dict[str, Any]:
     return {name: value for name, value in _TINY_TOWER.items() if name in known}
 
 
-def _tiny_text(text: Any, model_type: str) -> dict[str, Any]:
+def _tiny_text(text: Any, wider: int = 1) -> dict[str, Any]:
     """What makes the configuration of a text model tiny."""
     kind = type(text)
     known = {field.name for field in fields(kind)}
-    chosen = {name: value for name, value in _TINY.items() if name in known}
+    wide = {name: value * wider for name, value in _WIDTHS.items()}
+    chosen = {name: value for name, value in (wide | _TINY).items() if name in known}
     if "kv_lora_rank" in known:
         chosen |= _LATENT
     # Every kind of layer that the real pattern has.
@@ -251,8 +258,13 @@ def _tiny_text(text: Any, model_type: str) -> dict[str, Any]:
     return chosen
 
 
-def tiny_model(model_type: str, seed: int) -> Any:
+def tiny_model(model_type: str, seed: int, wider: int = 1) -> Any:
     """Returns a tiny model with weights large enough for errors to show, eager and in eval().
+
+    Args:
+        model_type: The architecture.
+        seed: Of the weights.
+        wider: See `tiny_config`.
 
     Raises:
         NotTried: It cannot be made tiny.
@@ -262,7 +274,7 @@ def tiny_model(model_type: str, seed: int) -> Any:
     composite = model_type in COMPOSITE
     auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
     try:
-        config = tiny_config(model_type)
+        config = tiny_config(model_type, wider)
         with torch.device("meta"):
             empty = auto.from_config(config)
         size = sum(parameter.numel() for parameter in empty.parameters())
