@@ -75,10 +75,9 @@ class Frontend:
 
     def _build(self) -> Scheduler:
         """Loads the model; runs in the engine's thread."""
-        with collector_paused():
-            import torch
+        import torch
 
-            from areal_inference.decode.runner import ModelRunner
+        from areal_inference.decode.runner import ModelRunner
 
         torch.set_num_threads(1)
         config = self.config
@@ -282,8 +281,9 @@ def _context_length(config: InferenceConfig, model: ServedModel) -> int:
 
 def _storage(config: InferenceConfig, model: ServedModel) -> Storage:
     """Describes how this machine multiplies the model's matrices fast."""
-    from areal_inference.model.weights import model_shapes
-    from areal_torch.models.cpu_matmul import FLOAT32, choose_here
+    with collector_paused():  # the first to import torch
+        from areal_inference.model.weights import model_shapes
+        from areal_torch.models.cpu_matmul import FLOAT32, choose_here
 
     if config.dtype == "float32" or not isinstance(model, ModelConfig):
         return FLOAT32
