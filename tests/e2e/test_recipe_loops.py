@@ -42,6 +42,7 @@ def test_loop_of_the_documents_when_run_as_written_then_trains_its_steps(tmp_pat
     assert summary["accounting"]["trained"] == summary["accounting"]["submitted"] == 24
 
 
+@pytest.mark.long
 def test_loop_when_its_update_is_forgotten_then_the_summary_names_it(
     tmp_path: Path,
 ) -> None:
