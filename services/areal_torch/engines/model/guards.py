@@ -125,6 +125,17 @@ def decoder_of(hf: Any) -> nn.Module:
     return found
 
 
+def layer_classes(hf: Any) -> set[str]:
+    """Names of the classes of a model's layers; empty if it has none.
+
+    A model that names none (`biogpt` and `ctrl`, say) has those of its longest list of modules.
+    """
+    if hf._no_split_modules:
+        return set(hf._no_split_modules)
+    lists = (each for each in decoder_of(hf).modules() if isinstance(each, nn.ModuleList))
+    return {type(each).__name__ for each in max(lists, key=len, default=())}
+
+
 def freeze_towers(hf: Any) -> None:
     """Freezes the parts that only images and sounds reach, if no batch can have any."""
     for module, name in _of_towers(hf):

@@ -36,6 +36,7 @@ from areal_torch.engines.model.attention.dispatch import in_a_line
 from areal_torch.engines.model.guards import (
     decoder_of,
     is_scalar,
+    layer_classes,
     placeholders,
     refusal,
     use_attention,
@@ -316,7 +317,7 @@ def _short_spans(hf: Any) -> Iterator[None]:
 
 
 def _layers_of(hf: Any) -> nn.ModuleList | None:
-    classes = set(hf._no_split_modules or ())
+    classes = layer_classes(hf)
     for module in decoder_of(hf).modules():
         if not isinstance(module, nn.ModuleList):
             continue

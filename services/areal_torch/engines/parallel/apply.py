@@ -152,7 +152,7 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
     Raises:
         InvalidInput: There are none.
     """
-    classes = set(hf._no_split_modules or ())
+    classes = guards.layer_classes(hf)
     layers, inside = list[nn.Module](), set[nn.Module]()
     for module in hf.modules():  # the outer one first
         if module in inside or type(module).__name__ not in classes:

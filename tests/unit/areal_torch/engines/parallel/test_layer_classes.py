@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from areal.config.training import TrainEngineConfig
 from areal.errors import InvalidInput
@@ -13,25 +15,51 @@ from areal_torch.engines.fsdp import FSDPEngine
 from areal_torch.engines.model import source
 
 
-@pytest.mark.parametrize(("classes", "named"), [({"NoSuchLayer"}, "NoSuchLayer"), (set(), "none")])
-def test_initialize_when_no_layer_class_matches_then_refused_with_the_classes(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, classes: set[str], named: str
-) -> None:
+def engine_of(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]
+) -> FSDPEngine:
     build = source.build
 
-    def without_layers(*arguments: Any, **options: Any) -> Any:
+    def changed(*arguments: Any, **options: Any) -> Any:
         hf = build(*arguments, **options)
-        hf._no_split_modules = classes  # as of a model whose author named no layer, or another
+        change(hf)
         return hf
 
-    monkeypatch.setattr(source, "build", without_layers)
-    engine = FSDPEngine(TrainEngineConfig(path=str(model_dir)))
+    monkeypatch.setattr(source, "build", changed)
+    return FSDPEngine(TrainEngineConfig(path=str(model_dir), fsdp_at_world_size_1=True))
+
+
+def test_initialize_when_no_layer_class_matches_then_refused_with_the_classes(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(
+        model_dir, monkeypatch, lambda hf: setattr(hf, "_no_split_modules", {"NoSuchLayer"})
+    )
     try:
         with pytest.raises(
             InvalidInput,
-            match=rf"model Qwen2ForCausalLM has none of the layer classes that it names "
-            rf"\({named}\): each rank would gather the whole model",
+            match=r"model Qwen2ForCausalLM has none of the layer classes that it names "
+            r"\(NoSuchLayer\): each rank would gather the whole model",
         ):
             engine.initialize()
+    finally:
+        engine.destroy()
+
+
+def test_initialize_when_a_model_names_no_layer_then_those_of_its_longest_list_are_sharded(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[Any] = []
+
+    def forget(hf: Any) -> None:
+        models.append(hf)
+        hf._no_split_modules = None
+
+    engine = engine_of(model_dir, monkeypatch, forget)
+    try:
+        engine.initialize()
+        layers = models[0].model.layers
+        assert len(layers) > 1
+        assert all(isinstance(each, FSDPModule) for each in layers)
     finally:
         engine.destroy()
