@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -47,11 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected stays to the end: the collector need never walk it."""
+    """It imports thousands of modules."""
     with collector_paused():
-        found = yield
-    gc.freeze()
-    return found
+        return (yield)
 
 
 @pytest.fixture(autouse=True)
