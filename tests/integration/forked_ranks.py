@@ -10,8 +10,15 @@ import sys
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+from areal.chassis.collector import collector_paused
+
+with collector_paused():
+    import torch
+    import torch.distributed as dist
+
+    # Each rank would import these by itself, with its first model: for two seconds of CPU.
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: F401
 
 
 def run_launches(folder, launches, run):
