@@ -105,7 +105,7 @@ fuzz: $(STAMP) ## Send malformed input to every RPC and endpoint, 50 times as mu
 
 sglang: .venv-sglang/.set-up ## Install SGLang for CPUs into .venv-sglang (downloads 2.6 GB once)
 
-.venv-sglang/.set-up: tools/sglang_cpu/requirements.txt tools/sglang_cpu/install.sh
+.venv-sglang/.set-up: tools/sglang_cpu/requirements.txt tools/sglang_cpu/install.sh $(wildcard tools/sglang_cpu/shims/*)
 	PYTHON=$(PYTHON) tools/sglang_cpu/install.sh .venv-sglang
 	@touch $@
 

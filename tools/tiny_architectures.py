@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -186,12 +186,16 @@ class NotTried(Exception):
     """There is no tiny model of this architecture; says why in one line."""
 
 
-def tiny_config(model_type: str, wider: int = 1) -> Any:
+def tiny_config(
+    model_type: str, wider: int = 1, changes: Mapping[str, Mapping[str, Any]] | None = None
+) -> Any:
     """Returns the configuration of a tiny model.
 
     Args:
-        model_type: The architecture.
+        model_type: The architecture, as config.json has it.
         wider: Factor of its widths and lengths (1: hidden size 32), for text models alone.
+        changes: For parts of a checkpoint of several models (`text_config`, `vision_config`), by
+            name: fields that differ.
 
     Raises:
         NotTried: It is made of several models.
@@ -203,12 +207,14 @@ def tiny_config(model_type: str, wider: int = 1) -> Any:
     if text is not default:
         if model_type not in COMPOSITE or wider > 1:
             raise NotTried(f"several models in one; its text model is `{text.model_type}`")
+        changes = changes or {}
         parts = {
-            name: _tiny_tower(kind) | COMPOSITE[model_type].get(name, {})
+            name: _tiny_tower(kind) | COMPOSITE[model_type].get(name, {}) | changes.get(name, {})
             for name, kind in _towers(default)
         }
         tokens = {name: 90 + number for number, name in enumerate(_placeholders(default))}
         chosen = _tiny_text(text) | COMPOSITE[model_type].get("text_config", {})
+        chosen |= changes.get("text_config", {})
         return type(default)(text_config=chosen, **parts, **tokens)
     return type(text)(**_tiny_text(text, wider))
 
@@ -258,13 +264,19 @@ def _tiny_text(text: Any, wider: int = 1) -> dict[str, Any]:
     return chosen
 
 
-def tiny_model(model_type: str, seed: int, wider: int = 1) -> Any:
+def tiny_model(
+    model_type: str,
+    seed: int,
+    wider: int = 1,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Any:
     """Returns a tiny model with weights large enough for errors to show, eager and in eval().
 
     Args:
         model_type: The architecture.
         seed: Of the weights.
         wider: See `tiny_config`.
+        changes: See `tiny_config`.
 
     Raises:
         NotTried: It cannot be made tiny.
@@ -274,7 +286,7 @@ def tiny_model(model_type: str, seed: int, wider: int = 1) -> Any:
     composite = model_type in COMPOSITE
     auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
     try:
-        config = tiny_config(model_type, wider)
+        config = tiny_config(model_type, wider, changes)
         with torch.device("meta"):
             empty = auto.from_config(config)
         size = sum(parameter.numel() for parameter in empty.parameters())

@@ -48,8 +48,12 @@ class _OrdinaryMemory(importlib.abc.MetaPathFinder):
 
             if torch.cuda.is_available():
                 return
-            for made in ("tensor", "zeros", "ones", "empty"):
-                setattr(torch, made, _unpinned(getattr(torch, made)))
+            import torch.jit._builtins as builtins
+
+            for makes in ("tensor", "zeros", "ones", "empty"):
+                made = _unpinned(getattr(torch, makes))
+                setattr(torch, makes, made)
+                builtins._register_builtin(made, f"aten::{makes}")  # scripted functions call them
             torch.Tensor.pin_memory = lambda self, *_: self
 
 

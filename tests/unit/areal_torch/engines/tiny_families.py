@@ -10,10 +10,13 @@ from tools.tiny_architectures import tiny_model
 from areal_torch.engines.model import guards
 
 
-def saved(kind: str, folder: Path, scale: float = 1.0) -> Any:
-    """A family's tiny model, its matrices times `scale`, which is also written to `folder`."""
+def saved(kind: str, folder: Path, scale: float = 1.0, **changes: dict[str, Any]) -> Any:
+    """A family's tiny model, its matrices times `scale`, which is also written to `folder`.
+
+    See `tiny_config` for `changes`.
+    """
     torch.set_num_threads(1)
-    hf = tiny_model(kind, 0)
+    hf = tiny_model(kind, 0, changes=changes)
     with torch.no_grad():
         for parameter in hf.parameters():
             if parameter.ndim >= 2:

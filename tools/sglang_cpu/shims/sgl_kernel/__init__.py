@@ -4,6 +4,8 @@ SGLang imports names from here at the top of many modules and, on a CPU without 
 torch instead. So every name exists, and says what is wrong when it is called after all.
 """
 
+import torch
+
 
 def assign_req_to_token_pool_cpu(
     req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, *_args, **_kwargs
@@ -18,6 +20,10 @@ def assign_req_to_token_pool_cpu(
 
 
 def __getattr__(name):
+    return _missing(name)
+
+
+def _missing(name):
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -26,3 +32,14 @@ def __getattr__(name):
 
     missing.__name__ = name
     return missing
+
+
+# Qwen3.5's file takes these when it is imported, also for other models of Qwen. Of other operators
+# SGLang asks first whether they exist.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    setattr(torch.ops.sgl_kernel, _name, _missing(_name))
