@@ -39,8 +39,8 @@ SLOW = "process and not long"
 OWN_TEST = "tests/unit/test_mutants.py"
 NEAREST = 10
 """Test files that are run before the others are imported."""
-HANG_S = 900.0
-"""Most seconds for one call of pytest: a bug may make a test wait."""
+LONGEST_S = 900.0
+"""Most seconds for one call of pytest."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,12 @@ class Campaign:
             self._copies.put(folder)
 
     def attempt(self, mutant: Mutant) -> dict[str, Any]:
-        """The verdict on one mutant (fast, test, survived, unsound), and the test that failed."""
+        """The verdict on one mutant, and the test that failed.
+
+        fast and test name who caught it. It survived, or is unsound: the test that failed does so
+        without the bug as well. It is unknown if a call of pytest did not end: a test that hangs
+        fails by its own timeout, so the machine was too busy.
+        """
         tests = self._reach.tests([Path(mutant.file)])
         # Not the test that looks for the mutants' own lines: it would catch all of them.
         names = [n for n in (str(f.relative_to(ROOT)) for f in tests) if n != OWN_TEST]
@@ -123,7 +128,9 @@ class Campaign:
                 by = by or self._run(folder, SLOW, ours)
             (folder / mutant.file).write_text(original)
             if by and self._run(folder, "not long", [by]):
-                verdict = "unsound"  # that test fails without the bug as well
+                verdict = "unsound"
+        except subprocess.TimeoutExpired:
+            verdict, by = "unknown", f"pytest did not end within {LONGEST_S:.0f} s"
         finally:
             (folder / mutant.file).write_text(original)
             self._copies.put(folder)
@@ -135,23 +142,24 @@ class Campaign:
         }
 
     def _run(self, folder: Path, marker: str, files: list[str]) -> str:
-        """Runs test files until one test fails; returns its name, or nothing."""
+        """Runs test files until one test fails; returns its name, or nothing.
+
+        Raises:
+            subprocess.TimeoutExpired: Neither happened within `LONGEST_S`.
+        """
         if not files:
             return ""
         command = [str(folder / ".venv/bin/python"), "-m", "pytest", "-x", "-q", "--tb=no"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                [*command, "-m", marker, "-p", "no:cacheprovider", *files],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=HANG_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no test ended within {HANG_S:.0f} s"
+        done = subprocess.run(
+            [*command, "-m", marker, "-p", "no:cacheprovider", *files],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+            check=False,
+        )
         if done.returncode in (0, 5):
             return ""
         failed = [s for s in done.stdout.splitlines() if s.startswith(("FAILED", "ERROR"))]
@@ -167,6 +175,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=150.0, help="of slow tests, per mutant")
     options = parser.parse_args()
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = {mutant: each for mutant, each in known.items() if each["verdict"] != "unknown"}
     every = [m for m in mutants() if not options.ids or m.id in options.ids]
     if unknown := set(options.ids) - {m.id for m in every}:
         parser.error(f"{', '.join(sorted(unknown))}: not in {MUTANTS.relative_to(ROOT)}")
@@ -188,8 +197,8 @@ def main() -> int:
         f"test; {verdicts.count('survived')} survived"
     )
     for mutant in every:
-        if results[mutant.id]["verdict"] == "survived":
-            print(f"  {mutant.id} {mutant.file}: {mutant.wrong}")
+        if (verdict := results[mutant.id]["verdict"]) not in ("fast", "test"):
+            print(f"  {verdict}: {mutant.id} {mutant.file}: {mutant.wrong}")
     return 0
 
 
