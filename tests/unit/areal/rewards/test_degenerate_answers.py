@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import statistics
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from tests.unit.areal.rewards.degenerate_texts import texts
 
+from areal.rewards import math_verifier
 from areal.rewards.judge_score import read_score
 from areal.rewards.math import math_reward
 from areal.rewards.multiple_choice import multiple_choice_reward
@@ -90,6 +94,27 @@ def test_math_when_a_large_answer_can_be_judged_then_it_is_and_no_timeout(text, 
     score = math_reward(f"\\boxed{{{text}}}", gold)
     assert score == 0.0
     assert not getattr(score, "parts", {})
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("crashes", "score"), [(1, 1.0), (9, 0.0)])
+def test_math_when_a_child_crashes_then_another_is_asked_once(
+    crashes: int, score: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = math_verifier._verdict
+
+    def crashing(gold: str, found: str) -> bytes:
+        (tmp_path / str(os.getpid())).touch()
+        if len(list(tmp_path.iterdir())) <= crashes:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return verdict(gold, found)
+
+    monkeypatch.setattr(math_verifier, "_verdict", crashing)
+    text = f"\\int_0^1 {2 * crashes}x dx"  # one that no test has asked for
+    found = math_reward(f"\\boxed{{{text}}}", str(crashes))
+    assert found == score
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.process
