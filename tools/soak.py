@@ -120,11 +120,13 @@ def table(slopes: Mapping[str, Slope]) -> str:
 
 
 def _memory(process: psutil.Process) -> float:
-    """MiB that only this process has; all that it has, where that is hidden (not for root)."""
-    try:
-        return process.memory_full_info().uss / MIB
-    except psutil.AccessDenied:
-        return process.memory_info().rss / MIB
+    """MiB of its own: without pages of files.
+
+    Those of libraries belong to one process or to several, as other programs come and go: with
+    torch, 40 MiB come and go.
+    """
+    info = process.memory_info()
+    return float(info.rss - getattr(info, "shared", 0)) / MIB
 
 
 def _of_process(name: str, pid: int) -> dict[str, float]:
