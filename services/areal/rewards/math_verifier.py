@@ -52,7 +52,9 @@ def verified(gold: str, found: str) -> bool:
     _warm_up()
     said, crashed = _asked(gold, found)
     if crashed:  # a fork of a process with many threads can fail in some library's handler
-        said, _ = _asked(gold, found)
+        said, crashed = _asked(gold, found)
+    if crashed:
+        raise TooCostly("an expression that math-verify crashed on, twice")
     if not said:
         raise TooCostly(f"an expression that takes more than {_CPU_S:g} s")
     return said == b"1"

@@ -128,12 +128,19 @@ def decoder_of(hf: Any) -> nn.Module:
 def layer_classes(hf: Any) -> set[str]:
     """Names of the classes of a model's layers; empty if it has none.
 
-    A model that names none (`biogpt` and `ctrl`, say) has those of its longest list of modules.
+    A model that names none (`biogpt` and `ctrl`, say) has those of its outermost list of modules;
+    lists inside layers, of experts, may be longer.
     """
     if hf._no_split_modules:
         return set(hf._no_split_modules)
-    lists = (each for each in decoder_of(hf).modules() if isinstance(each, nn.ModuleList))
-    return {type(each).__name__ for each in max(lists, key=len, default=())}
+    found = [
+        (name.count("."), -len(each), each)
+        for name, each in decoder_of(hf).named_modules()
+        if isinstance(each, nn.ModuleList)
+    ]
+    return (
+        {type(each).__name__ for each in min(found, key=lambda one: one[:2])[2]} if found else set()
+    )
 
 
 def freeze_towers(hf: Any) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from areal.config.training import TrainEngineConfig
 from areal.errors import InvalidInput
 from areal_torch.engines.fsdp import FSDPEngine
-from areal_torch.engines.model import source
+from areal_torch.engines.model import guards, source
 
 
 def engine_of(
@@ -63,3 +64,18 @@ def test_initialize_when_a_model_names_no_layer_then_those_of_its_longest_list_a
         assert all(isinstance(each, FSDPModule) for each in layers)
     finally:
         engine.destroy()
+
+
+def test_layers_when_a_model_names_none_then_a_longer_list_of_experts_inside_is_not_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
+
+    hf = nn.Module()
+    hf.layers = nn.ModuleList(Layer() for _ in range(2))
+    hf._no_split_modules = None
+    monkeypatch.setattr(guards, "decoder_of", lambda hf: hf)
+    assert guards.layer_classes(hf) == {"Layer"}
