@@ -11,6 +11,7 @@ continue; anything else: a failure, start again to resume.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import signal
@@ -40,9 +41,10 @@ EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 128 + signal.SIGTERM
 FINAL = (CannotStart, InvalidInput, TrainingDiverged, WorkflowError)
 """Errors that a restart would only repeat."""
+_ARENA_MAX, _ARENAS = -8, 2  # an option of malloc.h, and its value
 
 
-def prepare_allocator(environment: MutableMapping[str, str]) -> None:
+def grow_segments(environment: MutableMapping[str, str]) -> None:
     """Lets torch's GPU allocator grow its segments, unless the user has configured it.
 
     Packed micro-batches differ in size, which otherwise leaves memory in pieces that fit none.
@@ -50,6 +52,23 @@ def prepare_allocator(environment: MutableMapping[str, str]) -> None:
     """
     if "PYTORCH_ALLOC_CONF" not in environment:  # the newer name
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def share_arenas(environment: Mapping[str, str]) -> None:
+    """Lets all threads share two arenas of the C library, unless the user has set their number.
+
+    By default there are up to eight for each core, and each keeps what its threads have once
+    needed, so that a long run grows.
+    """
+    chosen = "arena_max" in environment.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # None: another C library
+    if mallopt is not None and not chosen and "MALLOC_ARENA_MAX" not in environment:
+        mallopt(_ARENA_MAX, _ARENAS)
+
+
+def _prepare_allocators() -> None:
+    grow_segments(os.environ)
+    share_arenas(os.environ)
 
 
 def threads_of_rank(experiment: GRPOConfig, environment: Mapping[str, str], cores: int) -> int:
@@ -138,7 +157,7 @@ def run(config: TrainerConfig, serve: Callable[[TrainerSession], Listeners] | No
         serve: Starts the status server of rank 0; None: no one asked for it.
     """
     log = get_logger(__name__)
-    prepare_allocator(os.environ)  # before the recipe imports torch
+    _prepare_allocators()  # before the recipe imports torch and there are threads
     recipe = Path(config.experiment.recipe)
     module = _load(recipe)
     try:

@@ -13,7 +13,7 @@ import pytest
 from areal.chassis.bad_input import VERDICT_VARIABLE, read_verdict
 from areal.config.experiment import GRPOConfig, build_config, save_config
 from areal_launch.processes.process import CHILD_ENVIRONMENT
-from areal_trainer.job import prepare_allocator, threads_of_rank
+from areal_trainer.job import grow_segments, threads_of_rank
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from areal_trainer.job import prepare_allocator, threads_of_rank
 def test_allocator_when_the_user_has_not_configured_it_then_segments_may_grow(
     given: dict[str, str], expected: dict[str, str]
 ) -> None:
-    prepare_allocator(given)
+    grow_segments(given)
     assert given == expected
     assert not set(expected) & set(CHILD_ENVIRONMENT), "servers do not get it"
 
@@ -52,20 +52,53 @@ def test_threads_when_the_optimizer_runs_on_the_cpu_then_ranks_share_all_cores(
     assert threads_of_rank(config, environment, cores=96) == threads
 
 
-def test_trainer_when_started_then_both_are_set_before_the_recipe_runs(tmp_path: Path) -> None:
-    recipe, shown = tmp_path / "recipe.py", tmp_path / "shown.json"
-    recipe.write_text(
-        "import json, os, pathlib\n"
-        "segments = os.environ['PYTORCH_CUDA_ALLOC_CONF']\n"
-        "def main(argv):\n"
-        "    import torch\n"
-        f"    pathlib.Path({str(shown)!r}).write_text("
-        "json.dumps([segments, torch.get_num_threads()]))\n"
-    )
-    ran = train(tmp_path, recipe, "actor.offload=true", OMP_NUM_THREADS="1")
+_SHOWS = """
+import ctypes, json, os, pathlib, threading
+folder = pathlib.Path(__file__).parent
+segments = os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+
+def arenas():
+    together, kept = threading.Barrier(8), []
+    def allocate():
+        together.wait()
+        kept.append(bytearray(4096))
+        together.wait()
+    threads = [threading.Thread(target=allocate) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.fopen(os.fsencode(folder / "arenas.xml"), b"w"))
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    return (folder / "arenas.xml").read_text().count("<heap nr=")
+
+def main(argv):
+    import torch
+    shown = [segments, torch.get_num_threads(), arenas()]
+    (folder / "shown.json").write_text(json.dumps(shown))
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "most"),
+    [
+        ({}, 2, 2),
+        ({"MALLOC_ARENA_MAX": "5"}, 3, 5),
+        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}, 3, 4),
+    ],
+)
+def test_trainer_when_started_then_allocators_and_threads_are_set_before_the_recipe_runs(
+    tmp_path: Path, given: dict[str, str], least: int, most: int
+) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(_SHOWS)
+    ran = train(tmp_path, recipe, "actor.offload=true", OMP_NUM_THREADS="1", **given)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    cores = len(os.sched_getaffinity(0))
-    assert json.loads(shown.read_text()) == ["expandable_segments:True", cores]
+    segments, threads, arenas = json.loads((tmp_path / "shown.json").read_text())
+    assert segments == "expandable_segments:True"
+    assert threads == len(os.sched_getaffinity(0))
+    assert least <= arenas <= most
 
 
 def test_trainer_when_its_gpus_cannot_be_used_then_it_refuses_for_good(tmp_path: Path) -> None:
