@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal.config.learning_rules import PAGE, WINDOW, Finding, of_run
 from areal.runs.run_files import EVALUATIONS, last_evaluations, over_rows
 from areal.types import TaskState
 from areal_launch.view.output import pause_words, state_word
-from areal_launch.view.poller import Snapshot
 from areal_launch.view.rows import column, mean
+
+if TYPE_CHECKING:
+    from areal_launch.view.poller import Snapshot
 
 _SHOWN = 8
 """Number of an evaluation's means that are shown at the end of a run."""

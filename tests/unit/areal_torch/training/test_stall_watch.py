@@ -83,14 +83,13 @@ def test_thread_when_its_call_never_returns_then_found_with_its_place(
     assert f"{__file__}:" in said
 
 
-def busy() -> None:
-    while True:
+def busy(over: threading.Event) -> None:
+    while not over.is_set():
         sum(range(1000))
 
 
-def polls() -> None:
-    never = threading.Event()
-    while not never.wait(0.005):
+def polls(over: threading.Event) -> None:
+    while not over.wait(0.005):
         pass
 
 
@@ -99,17 +98,21 @@ def polls() -> None:
     [
         busy,
         polls,
-        lambda: threading.Event().wait(3600),
-        lambda: Future().result(timeout=3600),
-        lambda: queue.Queue().get(timeout=3600),
-        lambda: subprocess.run(["sleep", "30"], check=False),
+        lambda _: threading.Event().wait(3600),
+        lambda _: Future().result(timeout=3600),
+        lambda _: queue.Queue().get(timeout=3600),
+        lambda _: subprocess.run(["sleep", "30"], check=False),
     ],
     ids=["busy", "polls", "event", "future", "queue", "process"],
 )
 def test_thread_when_it_runs_or_its_wait_ends_by_itself_then_spared(
-    work: Callable[[], object],
+    work: Callable[[threading.Event], object],
 ) -> None:
-    Watched(work).spared()
+    over = threading.Event()
+    try:
+        Watched(lambda: work(over)).spared()
+    finally:
+        over.set()  # else it slows all later tests of this process
 
 
 def test_thread_when_the_limit_grows_with_the_steps_then_it_has_that_long() -> None:
