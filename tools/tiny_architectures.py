@@ -186,16 +186,14 @@ class NotTried(Exception):
     """There is no tiny model of this architecture; says why in one line."""
 
 
-def tiny_config(
-    model_type: str, wider: int = 1, changes: Mapping[str, Mapping[str, Any]] | None = None
-) -> Any:
+def tiny_config(model_type: str, wider: int = 1, changes: Mapping[str, Any] | None = None) -> Any:
     """Returns the configuration of a tiny model.
 
     Args:
         model_type: The architecture, as config.json has it.
         wider: Factor of its widths and lengths (1: hidden size 32), for text models alone.
-        changes: For parts of a checkpoint of several models (`text_config`, `vision_config`), by
-            name: fields that differ.
+        changes: For a checkpoint of several models: fields that differ. Those of its parts
+            (`text_config`, `vision_config`) are mappings under the part's name.
 
     Raises:
         NotTried: It is made of several models.
@@ -207,15 +205,15 @@ def tiny_config(
     if text is not default:
         if model_type not in COMPOSITE or wider > 1:
             raise NotTried(f"several models in one; its text model is `{text.model_type}`")
-        changes = changes or {}
+        changes = dict(changes or {})
         parts = {
-            name: _tiny_tower(kind) | COMPOSITE[model_type].get(name, {}) | changes.get(name, {})
+            name: _tiny_tower(kind) | COMPOSITE[model_type].get(name, {}) | changes.pop(name, {})
             for name, kind in _towers(default)
         }
         tokens = {name: 90 + number for number, name in enumerate(_placeholders(default))}
         chosen = _tiny_text(text) | COMPOSITE[model_type].get("text_config", {})
-        chosen |= changes.get("text_config", {})
-        return type(default)(text_config=chosen, **parts, **tokens)
+        chosen |= changes.pop("text_config", {})
+        return type(default)(text_config=chosen, **parts, **tokens, **changes)
     return type(text)(**_tiny_text(text, wider))
 
 
@@ -268,7 +266,7 @@ def tiny_model(
     model_type: str,
     seed: int,
     wider: int = 1,
-    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Any:
     """Returns a tiny model with weights large enough for errors to show, eager and in eval().
 

@@ -180,6 +180,20 @@ def repeated(hf: Any, found: Shapes) -> dict[str, str]:
     }
 
 
+def contradicts_ties(hf: Any, source: Path) -> bool:
+    """Whether a directory has two tensors, with different values, that the model ties."""
+    try:
+        directory = TensorDirectory(source)
+        steps, _, _ = _targets(hf, directory.shapes)
+    except InvalidInput:  # `import_steps` says what is wrong
+        return False
+    with directory:
+        return any(
+            second in steps and kept in steps and not _same(directory, steps[second], steps[kept])
+            for second, kept in _tied(hf).items()
+        )
+
+
 def bystanders(hf: Any, source: Path) -> list[str]:
     """Returns tensors of the model's directory that transformers knows but does not load.
 

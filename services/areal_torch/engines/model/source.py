@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from areal.chassis.collector import collector_paused
 from areal.errors import InvalidInput
+from areal.model_directory import read_config
 from areal_torch.engines.model import fill, guards, hub_names, precision
 from areal_torch.engines.model.guards import is_scalar
 
@@ -62,6 +63,12 @@ def build(
         # The model's class is imported on first use, with much of torch.
         with collector_paused(), torch.device("meta"):
             hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
+        # Mistral Small 3 does not say that it has a head of its own, and its class ties by default.
+        unsaid = "tie_word_embeddings" not in read_config(directory)
+        if unsaid and not from_scratch and hub_names.contradicts_ties(hf, directory):
+            config.tie_word_embeddings = False
+            with torch.device("meta"):
+                hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
         fill.make_buffers(hf)
         hf._known_conversions = hub_names.known_conversions(hf)
     except (ImportError, OSError, ValueError) as error:

@@ -10,7 +10,7 @@ from tools.tiny_architectures import tiny_model
 from areal_torch.engines.model import guards
 
 
-def saved(kind: str, folder: Path, scale: float = 1.0, **changes: dict[str, Any]) -> Any:
+def saved(kind: str, folder: Path, scale: float = 1.0, **changes: Any) -> Any:
     """A family's tiny model, its matrices times `scale`, which is also written to `folder`.
 
     See `tiny_config` for `changes`.

@@ -264,6 +264,26 @@ def test_load_when_a_tied_head_contradicts_the_embedding_then_says_so(make_engin
         make_engine(source)
 
 
+def test_load_when_a_config_says_nothing_of_ties_and_the_head_differs_then_it_is_its_own(
+    make_engine, tmp_path
+):
+    """Mistral Small 3 is published so, and transformers' class ties unless told otherwise."""
+    source, head = tmp_path / "source", "language_model.lm_head.weight"
+    saved("mistral3", source, tie_word_embeddings=False)
+    config = json.loads((source / "config.json").read_text())
+    assert config.pop("tie_word_embeddings") is False
+    (source / "config.json").write_text(json.dumps(config))
+    own = weights_of(source)
+    assert head in own
+    engine = make_engine(source)
+    assert torch.equal(engine.model.hf.lm_head.weight, own[head])
+    engine.save(tmp_path / "saved")
+    assert_same(weights_of(tmp_path / "saved"), own)
+    assert (
+        json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
+
+
 def test_initialize_when_the_directory_lacks_a_tensor_then_says_so(make_engine, tmp_path):
     source = make_family("qwen3_moe", tmp_path / "source")
     rewrite(source, lambda tensors: without(tensors, "model.norm.weight"))
