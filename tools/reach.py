@@ -75,6 +75,12 @@ class Reach:
                     # A word is a folder's name, not a module's: "areal", "tools".
                     if name in self._known and ("_" in name or "." in name):
                         yield self._known[name]
+                # What runs as a script is named as the file beside it.
+                if (
+                    node.value.endswith(".py")
+                    and (beside := file.parent / node.value) in self._texts
+                ):
+                    yield beside
         if _is_test(file):
             for folder in file.relative_to(self._root).parents:
                 if (above := self._root / folder / "conftest.py") in self._texts:

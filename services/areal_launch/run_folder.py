@@ -86,6 +86,19 @@ class RunFolder:
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         return descriptor
 
+    def replaced(self, descriptor: int) -> bool:
+        """Whether the folder was deleted, and made again by another run, since it was locked.
+
+        What is in it is that run's.
+
+        Args:
+            descriptor: What `lock` returned.
+        """
+        try:
+            return not os.path.samestat(os.fstat(descriptor), self.lock_file.stat())
+        except OSError:  # deleted, and not made again
+            return False
+
     def holder_pid(self) -> int:
         """Returns the pid that last took the lock; 0 if none did."""
         try:

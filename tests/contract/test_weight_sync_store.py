@@ -83,6 +83,18 @@ async def test_lease_when_another_coordinator_has_it_then_nothing_is_written_and
         await asyncio.wait_for(store.keep_lease(), 20)
 
 
+async def test_publish_when_a_newer_trainer_has_only_registered_then_refused(
+    redis: Redis, namespace: str
+) -> None:
+    store = RedisStore(redis, namespace, 60.0, Waits())
+    await store.acquire()
+    await store.publish(PolicyVersion(0, 0, "/model"))
+    await redis.hset(store._ledger, "incarnation", "2")
+    with pytest.raises(StaleIncarnation, match="incarnation 2 has registered"):
+        await store.publish(PolicyVersion(1, 1, "/weights/v1-inc1"))
+    await store.publish(PolicyVersion(1, 2, "/weights/v1-inc2"))
+
+
 async def test_publish_when_the_answer_was_lost_then_the_next_trainer_publishes_the_same_version(
     redis: Redis, namespace: str
 ) -> None:

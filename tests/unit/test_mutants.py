@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools.mutants.__main__ import ROOT, Mutant, mutants
+from tools.changed_tests import UNKNOWN_S
+from tools.mutants.__main__ import BATCH_S, ROOT, Mutant, batches, mutants
 
 PACKAGES = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
 
@@ -24,6 +25,19 @@ def test_mutant_when_planted_then_one_line_of_its_file_changes(
     assert sum(was != now for was, now in pairs) == 1
     if mutant.file.endswith(".py"):
         compile(after, mutant.file, "exec")
+
+
+def test_mutants_when_read_then_each_names_a_test_file_that_is_there() -> None:
+    missing = {mutant.id: mutant.by for mutant in mutants() if not (ROOT / mutant.by).is_file()}
+    assert missing == {}
+
+
+def test_batches_when_files_are_costly_then_the_next_call_has_the_rest_in_order() -> None:
+    names = ["tests/a.py", "tests/b.py", "tests/new.py", "tests/c.py"]
+    seconds = {"tests/a.py": 1.0, "tests/b.py": BATCH_S, "tests/c.py": BATCH_S - UNKNOWN_S}
+    found = list(batches([ROOT / name for name in names], seconds))
+    assert found == [names[:2], names[2:]]
+    assert list(batches([], seconds)) == []
 
 
 def test_mutants_when_counted_then_every_package_has_some() -> None:

@@ -14,7 +14,8 @@ FILES = {
     "services/areal/config.py": "from areal.types import X",
     "services/areal_reward/__init__.py": "",
     "services/areal_reward/__main__.py": "from areal_reward import pool",
-    "services/areal_reward/pool.py": 'SCRIPT = "lua/count.lua"',
+    "services/areal_reward/pool.py": 'SCRIPT = "lua/count.lua"\nSTART = "child.py"',
+    "services/areal_reward/child.py": "print(1)",
     "services/areal_reward/lua/count.lua": "return 1",
     "charts/areal/values.yaml": "a: 1",
     "examples/sums.py": "from areal import GRPOConfig",
@@ -49,6 +50,8 @@ def reach(tmp_path_factory: pytest.TempPathFactory) -> Reach:
         ("services/areal/types.py", {"test_types.py": 1, "test_public.py": 2}),
         ("services/areal/config.py", {"test_public.py": 1, "test_types.py": 3}),
         ("services/areal_reward/pool.py", {"test_process.py": 2}),
+        # A script that is started by the name of its file, and that no one imports.
+        ("services/areal_reward/child.py", {"test_process.py": 3}),
         ("services/areal_reward/lua/count.lua", {"test_process.py": 3}),
         ("charts/areal/values.yaml", {"test_chart.py": 1}),
         ("examples/sums.py", {"test_example.py": 1}),

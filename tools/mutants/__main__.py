@@ -4,10 +4,13 @@
     python -m tools.mutants eng06 buf01         only these
     python -m tools.mutants --again             also those of which the result is known
 
-Each bug goes into a copy of this tree. First the tests of `make test-fast` that reach the file run,
-the nearest first, until one fails; if none does, the other tests of `make test` that reach it. So
-a bug that is not caught here is not caught by those targets either, unless a test outside the
-import graph's reach sees it, or it is among the tests of the second half beyond --seconds.
+Each bug goes into a copy of this tree. The test file that caught it before (`by` in mutants.yaml)
+runs first. Then, of the tests that reach the bug's file, the nearest run first, until one fails:
+those of `make test-fast` within --seconds, the others of `make test` within --seconds, then the
+rest of `make test-fast`. So a bug that is not caught here is not caught by those targets either,
+unless a test outside the import graph's reach sees it, or it is among the tests of the second kind
+beyond --seconds. A bug that only counts for `make test` may be caught by `make test-fast` as well,
+by a test that is further away.
 A test that caught a bug is run once more without it, and must pass. Results are kept in
 build/mutants.json, and a run continues where the last one ended.
 """
@@ -21,14 +24,15 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import yaml
-from tools.changed_tests import choose, recorded
+from tools.changed_tests import UNKNOWN_S, choose, recorded
 from tools.reach import Reach
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,8 +41,8 @@ RESULTS = ROOT / "build" / "mutants.json"
 FAST = "not process and not long"
 SLOW = "process and not long"
 OWN_TEST = "tests/unit/test_mutants.py"
-NEAREST = 10
-"""Test files that are run before the others are imported."""
+BATCH_S = 20.0
+"""Recorded seconds of one call of pytest: the next files are imported only if all of its pass."""
 LONGEST_S = 900.0
 """Most seconds for one call of pytest."""
 
@@ -52,6 +56,8 @@ class Mutant:
     was: str
     now: str
     wrong: str
+    by: str = ""
+    """The test file that caught it before."""
 
     def plant(self, root: Path) -> None:
         """Changes the file; raises ValueError unless the text is there exactly once."""
@@ -86,6 +92,30 @@ def copy_tree(folder: Path) -> None:
         subprocess.run(["git", *command], cwd=folder, check=True)
 
 
+def batches(files: list[Path], seconds: dict[str, float]) -> Iterator[list[str]]:
+    """Divides test files, in their order, into calls of pytest of about `BATCH_S` each.
+
+    Args:
+        files: Absolute paths.
+        seconds: Recorded wall seconds, by path relative to the repository.
+    """
+    batch: list[str] = []
+    cost = 0.0
+    for name in (str(file.relative_to(ROOT)) for file in files):
+        batch.append(name)
+        cost += seconds.get(name, UNKNOWN_S)
+        if cost >= BATCH_S:
+            yield batch
+            batch, cost = [], 0.0
+    if batch:
+        yield batch
+
+
+def _is_fast(file: Path) -> bool:
+    """Whether `make test-fast` collects the file."""
+    return str(file.relative_to(ROOT)).startswith(("tests/unit/", "tests/contract/test_ledger"))
+
+
 class Campaign:
     """Tries mutants in copies of the tree, several at a time."""
 
@@ -110,22 +140,17 @@ class Campaign:
         """
         tests = self._reach.tests([Path(mutant.file)])
         # Not the test that looks for the mutants' own lines: it would catch all of them.
-        names = [n for n in (str(f.relative_to(ROOT)) for f in tests) if n != OWN_TEST]
-        fast = [n for n in names if n.startswith(("tests/unit/", "tests/contract/test_ledger"))]
-        near, _ = choose(tests, self._recorded, self._seconds)
+        tests.pop(ROOT / OWN_TEST, None)
         folder = self._copies.get()
         original = (folder / mutant.file).read_text()
         began = time.monotonic()
+        verdict, by = "survived", ""
         try:
             mutant.plant(folder)
-            # Most are caught by a near test, and importing all test files takes half a minute.
-            verdict, by = "fast", self._run(folder, FAST, fast[:NEAREST])
-            by = by or self._run(folder, FAST, fast[NEAREST:])
-            if not by:
-                others = [n for n in names if n not in fast]
-                ours = [str(file.relative_to(ROOT)) for file in near]
-                verdict, by = "test", self._run(folder, FAST, [n for n in others if n in ours])
-                by = by or self._run(folder, SLOW, ours)
+            for kind, marker, files in self._calls(tests, mutant.by):
+                if by := self._run(folder, marker, files):
+                    verdict = kind
+                    break
             (folder / mutant.file).write_text(original)
             if by and self._run(folder, "not long", [by]):
                 verdict = "unsound"
@@ -135,11 +160,29 @@ class Campaign:
             (folder / mutant.file).write_text(original)
             self._copies.put(folder)
         return {
-            "verdict": verdict if by else "survived",
+            "verdict": verdict,
             "by": by,
             "seconds": round(time.monotonic() - began, 1),
-            "files": len(names),
+            "files": len(tests),
         }
+
+    def _calls(self, tests: dict[Path, int], by: str) -> Iterator[tuple[str, str, list[str]]]:
+        """The calls of pytest in their order: verdict of a bug that one catches, marker, files."""
+        if by:
+            yield "fast" if _is_fast(ROOT / by) else "test", FAST, [by]
+            yield "test", SLOW, [by]
+        fast = {file: distance for file, distance in tests.items() if _is_fast(file)}
+        near, far = choose(fast, self._recorded, self._seconds)
+        ours, _ = choose(tests, self._recorded, self._seconds)
+        others = [file for file in ours if file not in fast]
+        for kind, marker, files in (
+            ("fast", FAST, near),
+            ("test", FAST, others),
+            ("test", SLOW, ours),
+            ("fast", FAST, far),
+        ):
+            for batch in batches(files, self._recorded):
+                yield kind, marker, batch
 
     def _run(self, folder: Path, marker: str, files: list[str]) -> str:
         """Runs test files until one test fails; returns its name, or nothing.
@@ -147,10 +190,10 @@ class Campaign:
         Raises:
             subprocess.TimeoutExpired: Neither happened within `LONGEST_S`.
         """
-        if not files:
-            return ""
         command = [str(folder / ".venv/bin/python"), "-m", "pytest", "-x", "-q", "--tb=no"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # Processes that a test starts are the copy's, not those of the tree that .venv names.
+        own = {"PYTHONPATH": f"{folder / 'services'}:{folder}"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | own
         done = subprocess.run(
             [*command, "-m", marker, "-p", "no:cacheprovider", *files],
             cwd=folder,
@@ -183,9 +226,9 @@ def main() -> int:
     if open_ones:
         campaign = Campaign(options.workers, options.seconds)
         with ThreadPoolExecutor(options.workers) as pool:
-            for mutant, result in zip(
-                open_ones, pool.map(campaign.attempt, open_ones), strict=True
-            ):
+            trying = {pool.submit(campaign.attempt, mutant): mutant for mutant in open_ones}
+            for done in as_completed(trying):
+                mutant, result = trying[done], done.result()
                 known[mutant.id] = result
                 RESULTS.write_text(json.dumps(known, indent=1))
                 print(_row(mutant, result), flush=True)

@@ -50,18 +50,21 @@ def verified(gold: str, found: str) -> bool:
     if max(len(gold), len(found)) > _MAX_CHARS:
         raise TooCostly(f"an expression of {max(len(gold), len(found))} characters")
     _warm_up()
-    said, crashed = _asked(gold, found)
-    if crashed:  # a fork of a process with many threads can fail in some library's handler
-        said, crashed = _asked(gold, found)
-    if crashed:
+    said, crash = _asked(gold, found)
+    if crash:  # a fork of a process with many threads can fail in some library's handler
+        logging.getLogger("areal.rewards.math").warning(
+            "math-verify's process was ended by %s; asking another", crash
+        )
+        said, crash = _asked(gold, found)
+    if crash:
         raise TooCostly("an expression that math-verify crashed on, twice")
     if not said:
         raise TooCostly(f"an expression that takes more than {_CPU_S:g} s")
     return said == b"1"
 
 
-def _asked(gold: str, found: str) -> tuple[bytes, bool]:
-    """What a child says, which is nothing if it did not end in time; and whether it crashed."""
+def _asked(gold: str, found: str) -> tuple[bytes, str]:
+    """What a child says, nothing if it did not end in time; and the signal that it crashed by."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -82,7 +85,9 @@ def _asked(gold: str, found: str) -> tuple[bytes, bool]:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    return said, not said and ended_by not in (0, signal.SIGKILL, signal.SIGPROF)
+    if said or ended_by in (0, signal.SIGKILL, signal.SIGPROF):
+        return said, ""
+    return said, signal.Signals(ended_by).name
 
 
 def _verdict(gold: str, found: str) -> bytes:

@@ -60,6 +60,7 @@ class Guard:
     async def _spawn(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", __name__, str(self._stack_file.resolve()), self._stack_id),
+            str(-1 if self._lock is None else self._lock),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
@@ -91,20 +92,22 @@ def main(argv: list[str]) -> int:
     """Waits for EOF on stdin, then ends a stack.
 
     Args:
-        argv: The stack's stack.json, its id, and (default: 8) the seconds that processes get to
-            end by themselves.
+        argv: The stack's stack.json, its id, the descriptor of its lock (-1: none), and (default:
+            8) the seconds that processes get to end by themselves.
     """
     # The terminal's and the launcher's signals are not for us: only the end of the pipe is.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     folder, stack_id = RunFolder(Path(argv[0]).parent), argv[1]
-    grace_s = float(argv[2]) if len(argv) > 2 else _GRACE_S
+    lock = int(argv[2])
+    grace_s = float(argv[3]) if len(argv) > 3 else _GRACE_S
     while os.read(0, 4096):
         pass
     try:
         end_tagged(stack_id, grace_s=grace_s, leaders=_leaders(folder, stack_id))
     finally:
-        remove_secrets(folder)
+        if not folder.replaced(lock):
+            remove_secrets(folder)
     return 0
 
 

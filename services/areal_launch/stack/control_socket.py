@@ -38,6 +38,8 @@ class ControlSocket:
         self._file = file
         self._handler = handler
         self._server: asyncio.Server | None = None
+        self._made: os.stat_result | None = None
+        """The socket that this process made."""
         self._one = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -50,15 +52,21 @@ class ControlSocket:
                 self._server = await asyncio.start_unix_server(self._serve, path, limit=_MAX_LINE)
             finally:
                 os.umask(before)
+            self._made = self._file.stat()
 
     async def close(self) -> None:
+        """Stops listening; removes its file, unless another run has made one in its place."""
+        if self._made is not None:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(self._made, self._file.stat()):
+                    self._file.unlink()
+            self._made = None
         if self._server is not None:
             self._server.close()
             self._server = None
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._file.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A task of our own: it continues when the client has gone, and ends with the stack.

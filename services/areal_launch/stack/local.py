@@ -201,7 +201,7 @@ class LocalStack:
             return await scaler.scale(wanted["inference"], tell)
         finally:
             await client.close()
-            self._write_stack()
+            self._update_stack()
 
     async def wait(self) -> None:
         """Returns when the trainer has finished; without one, never.
@@ -229,7 +229,8 @@ class LocalStack:
         if self._guard is not None:
             await self._guard.stop()
         await self._cluster.close()
-        remove_secrets(self.folder)
+        if not self.folder.replaced(self._lock):
+            remove_secrets(self.folder)
         self._set(StackState.FAILED if failed else StackState.STOPPED)
         os.close(self._lock)
         self._lock = None
@@ -357,6 +358,8 @@ class LocalStack:
             self.events.report("warning", "stack", f"stack.json could not be updated: {error}")
 
     def _write_stack(self) -> None:
+        if self._lock is not None and self.folder.replaced(self._lock):
+            raise FileExistsError("the run folder was deleted, and is another run's now")
         self.folder.write_stack(
             {
                 "stack_id": self.stack_id,

@@ -68,6 +68,14 @@ def login_app() -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 
+async def test_cookie_when_it_comes_with_a_call_that_changes_something_then_refused() -> None:
+    async with login_app() as http:
+        assert (await http.post("/login", data={"token": TOKEN})).status_code == 303
+        assert (await http.get("/tasks")).status_code == 404  # admitted; this app has no such page
+        for method in ("POST", "PUT", "DELETE"):
+            assert (await http.request(method, "/tasks")).status_code == 401
+
+
 @pytest.mark.parametrize("at", ["/", "/login"])
 async def test_login_page_when_shown_then_nothing_foreign_is_loaded_framed_or_told(at: str) -> None:
     async with login_app() as http:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal.security import SECRET_VARIABLES
 from areal_launch.processes.inherited import around_proxies, without_other_launchers
 from areal_launch.processes.process import child_environment, python_environment
 
@@ -45,6 +46,14 @@ def test_child_when_a_variable_is_of_no_launcher_then_kept(
 ) -> None:
     monkeypatch.setenv(name, "3")
     assert child_environment("stack", "trainer", {})[name] == "3"
+
+
+@pytest.mark.parametrize("name", SECRET_VARIABLES)
+def test_child_when_a_secret_is_in_our_environment_then_it_has_none(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "0123456789abcdef")
+    assert name not in child_environment("stack", "trainer", {})
 
 
 @given(st.dictionaries(st.text(), st.text()))

@@ -58,7 +58,7 @@ def write_stack(file: Path, stack_id: str, *children: subprocess.Popen[bytes]) -
 
 
 def spawn_guard(
-    stack_id: str, stack_file: Path, grace_s: float, **options: object
+    stack_id: str, stack_file: Path, grace_s: float, lock: int = -1, **options: object
 ) -> subprocess.Popen[bytes]:
     environment = child_environment(stack_id, "guard", {})
     del environment["AREAL_STACK"]
@@ -69,11 +69,13 @@ def spawn_guard(
             "areal_launch.processes.orphan_guard",
             str(stack_file),
             stack_id,
+            str(lock),
             str(grace_s),
         ],
         stdin=subprocess.PIPE,
         env=environment,
         start_new_session=True,
+        pass_fds=() if lock < 0 else (lock,),
         **options,  # type: ignore[call-overload]
     )
 
@@ -152,6 +154,22 @@ def test_guard_when_the_run_folder_was_deleted_then_no_process_is_left(
     finally:
         other.kill()
         other.wait(60.0)
+
+
+def test_guard_when_another_run_has_the_folder_then_its_secrets_stay(tmp_path: Path) -> None:
+    stack_id, folder = f"test/{uuid.uuid4().hex}", RunFolder(tmp_path / "run")
+    first = folder.lock()
+    child = spawn(stack_id, SLEEP)
+    guard = spawn_guard(stack_id, write_stack(folder.stack_file, stack_id, child), 0.0, first)
+    shutil.rmtree(folder.path)
+    second = folder.lock()
+    secret = write_secret(folder, "token", "0123456789abcdef")
+    guard.stdin.close()  # type: ignore[union-attr]
+    assert guard.wait(60.0) == 0
+    assert child.wait(60.0) == -signal.SIGKILL
+    assert secret.exists()
+    os.close(first)
+    os.close(second)
 
 
 def test_guard_when_a_child_wrote_over_its_environment_then_ends_it_too(tmp_path: Path) -> None:
@@ -235,7 +253,7 @@ def test_lock_when_a_guard_still_cleans_up_then_waits_for_it(tmp_path: Path) -> 
     descriptor = folder.lock()
     child = spawn(stack_id, SLEEP)
     stack_file = write_stack(tmp_path / "stack.json", stack_id)
-    guard = spawn_guard(stack_id, stack_file, 0.0, pass_fds=(descriptor,))
+    guard = spawn_guard(stack_id, stack_file, 0.0, descriptor)
     os.close(descriptor)
     folder.lock_file.write_text("999999999\n")  # the launcher is dead
     guard.stdin.close()  # type: ignore[union-attr]

@@ -18,6 +18,7 @@ from areal_launch.processes.process import Child, ProcessSpec
 from areal_launch.processes.supervisor import ProcessState, StackFailure, Supervised
 from areal_launch.stack.events import EventLog
 from areal_launch.stack.local import LocalStack
+from areal_launch.stack.secret_files import write_secret
 
 GIB = 1 << 30
 
@@ -136,6 +137,28 @@ async def test_stack_when_its_run_folder_is_deleted_then_stop_leaves_no_process(
     assert process.state is ProcessState.STOPPED
     assert find_tagged(stack.stack_id) == []
     assert "stack.json could not be updated: [Errno 2]" in events.recent[-1].text
+
+
+async def test_stack_when_its_run_folder_was_made_again_by_another_then_stop_leaves_its_files(
+    tmp_path: Path,
+) -> None:
+    config, events = GRPOConfig(run_root=str(tmp_path)), EventLog()
+    first, second = (LocalStack(config, each, with_trainer=False) for each in (events, EventLog()))
+    first._lock = first.folder.lock()
+    await first._control.open()
+    shutil.rmtree(first.folder.path)
+    second._lock = second.folder.lock()
+    secret = write_secret(second.folder, "token", "0123456789abcdef")
+    await second._control.open()
+    second._write_stack()
+    await first.stop()
+    assert secret.exists()
+    assert second.folder.control_file.exists()
+    assert second.folder.read_stack()["stack_id"] == second.stack_id
+    assert "the run folder was deleted, and is another run's now" in events.recent[-1].text
+    await second.stop()
+    assert not second.folder.secrets.exists()
+    assert not second.folder.control_file.exists()
 
 
 async def test_service_when_the_run_folder_is_deleted_under_it_then_its_next_life_has_a_log(

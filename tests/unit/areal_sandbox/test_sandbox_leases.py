@@ -94,6 +94,27 @@ async def test_create_when_all_are_lent_then_refused_with_a_time_to_try_again() 
         await leases.create(Limits())
 
 
+async def test_create_when_a_box_still_starts_then_it_counts_as_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = asyncio.Event()
+
+    async def start(box: FakeBox) -> None:
+        await gate.wait()
+        box.running = True
+
+    monkeypatch.setattr(FakeBox, "start", start)
+    async with lending(boxes=1, warm=0) as (leases, made, _):
+        first = asyncio.create_task(leases.create(Limits()))
+        await until(lambda: len(made) == 1)
+        second = asyncio.create_task(leases.create(Limits()))
+        await until(lambda: second.done() or len(made) == 2)
+        gate.set()
+        with pytest.raises(CapacityExceeded):
+            await second
+        assert (await first).box is made[0]
+
+
 async def test_lease_when_its_time_is_over_then_its_box_is_destroyed() -> None:
     async with lending() as (leases, _, registry):
         lease = await leases.create(Limits(), 0.05)

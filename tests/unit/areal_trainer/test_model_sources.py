@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.errors import ArealError, InvalidInput, Unavailable
+from areal.errors import ArealError, InvalidInput, Unavailable, WaitTimeout
 from areal_trainer import model_sources
 from areal_trainer.model_sources import Unreachable, until_deadline
 
@@ -43,3 +43,14 @@ def test_fetch_when_the_network_is_lost_during_a_download_then_it_is_continued_u
     deadline = time.monotonic() + 3600.0
     until_deadline(attempts(lost, away, None), tmp_path, deadline, said.append)
     assert said == ["connection lost; trying again in 1 s", "no such host; trying again in 2 s"]
+
+
+def test_copy_when_it_pauses_before_it_is_whole_then_the_wait_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_sources, "_QUIET_S", 0.0)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(WaitTimeout, match="a model in"):
+        model_sources.wait_for_copy(
+            tmp_path, how="copy one", deadline=time.monotonic(), say=lambda _: None
+        )

@@ -8,7 +8,8 @@ import pytest
 from tests.unit.areal_weight_sync.coordinator_rig import Rig, rig_of
 from tests.waiting import until
 
-from areal_weight_sync.discovery.base import StaticSource
+from areal.weights.servers import ServerState
+from areal_weight_sync.discovery.base import Discovery, StaticSource, listing_of
 from areal_weight_sync.discovery.sources import make_sources
 from areal_weight_sync.member import Member
 
@@ -39,3 +40,17 @@ def test_source_when_it_is_a_url_then_only_it_lists_once_and_nobody_is_told() ->
     url, name = make_sources(["http://10.0.0.7:30000", "dns://servers.example:30000"])
     assert isinstance(url, StaticSource)
     assert (url.lists_once, name.lists_once) == (True, False)
+
+
+async def test_server_when_one_of_two_sources_still_lists_it_then_it_stays(tmp_path: Path) -> None:
+    name, listing = "10.0.0.7:30000", listing_of(["http://10.0.0.7:30000"])
+    async with rig_of(tmp_path) as rig:
+        await rig.publish_model()
+        discovery = Discovery(rig.coordinator, [])
+        discovery.take("one", listing)
+        discovery.take("two", listing)
+        await rig.at(name, ServerState.SERVING, 0)
+        discovery.take("one", {})
+        assert rig.server(name).state is ServerState.SERVING
+        discovery.take("two", {})
+        await rig.until(lambda: rig.server(name) is None, "the drain")

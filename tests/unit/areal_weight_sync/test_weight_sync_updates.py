@@ -79,6 +79,9 @@ async def test_update_when_one_server_hangs_then_others_are_confirmed_meanwhile(
         # Its requests were released (partial tokens), and it was not left paused.
         await rig.until(lambda: not rig.engine("b").paused, "the release of b")
         assert rig.engine("b").aborts == 3
+        calls = rig.engine("b").calls
+        # Before it continued: its weights are unknown.
+        assert calls.index("abort_all") < calls.index("resume", calls.index("load 1"))
         rig.engine("b").load_gate.set()
         await rig.at("b", SERVING, 1)
 

@@ -98,8 +98,12 @@ def test_math_when_a_large_answer_can_be_judged_then_it_is_and_no_timeout(text, 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("crashes", "score"), [(1, 1.0), (9, 0.0)])
-def test_math_when_a_child_crashes_then_another_is_asked_once(
-    crashes: int, score: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_math_when_a_child_crashes_then_another_is_asked_once_and_a_line_says_so(
+    crashes: int,
+    score: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     verdict = math_verifier._verdict
 
@@ -115,6 +119,7 @@ def test_math_when_a_child_crashes_then_another_is_asked_once(
     found = math_reward(f"\\boxed{{{text}}}", str(crashes))
     assert found == score
     assert len(list(tmp_path.iterdir())) == 2
+    assert caplog.text.count("math-verify's process was ended by SIGSEGV; asking another") == 1
 
 
 @pytest.mark.process

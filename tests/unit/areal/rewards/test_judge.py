@@ -34,10 +34,9 @@ async def judge_of() -> AsyncIterator[Callable[..., Judge]]:
     """Makes judges of a server, and closes them."""
     made: list[Judge] = []
 
-    def make(server: JudgeServer | None, **arguments: Any) -> Judge:
-        made.append(
-            Judge("grader", **{"base_url": server and server.url, "api_key": SECRET, **arguments})
-        )
+    def make(server: JudgeServer | None, *template: str, **arguments: Any) -> Judge:
+        options = {"base_url": server and server.url, "api_key": SECRET, **arguments}
+        made.append(Judge("grader", *template, **options))
         return made[-1]
 
     yield make
@@ -77,6 +76,18 @@ async def test_judge_when_the_same_text_comes_again_or_at_once_then_it_is_asked_
         await judge_of(server, cache=book, options={"seed": 1})(prompt="p", completion="c")
         assert len(server.bodies) == 3
         assert SECRET.encode() not in b"".join(p.read_bytes() for p in tmp_path.iterdir())
+
+
+async def test_judge_when_another_has_its_own_best_score_then_they_share_no_score(
+    judge_of, tmp_path
+):
+    async with judge_server(eight) as server:
+        book, text = tmp_path / "judge.sqlite", "Rate {completion}"
+        of_ten = judge_of(server, text, cache=book)
+        of_sixteen = judge_of(server, text, cache=book, best=16)
+        assert await of_ten(completion="c") == 0.8
+        assert await of_sixteen(completion="c") == 0.5
+        assert len(server.bodies) == 2
 
 
 async def test_judge_when_more_is_kept_than_may_be_then_the_oldest_is_asked_again(judge_of):

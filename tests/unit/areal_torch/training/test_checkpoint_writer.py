@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,38 @@ class Actor:
         written: Future[None] = Future()
         written.set_result(None)
         return written
+
+
+class SlowActor(Actor):
+    """Its part is written when the test says so."""
+
+    def __init__(self) -> None:
+        self.written: Future[None] = Future()
+
+    def save_checkpoint(self, directory: Path) -> Future[None]:
+        return self.written
+
+
+class ThreadRanks(Ranks):
+    """One of two ranks that are threads of this process."""
+
+    def __init__(self, rank: int, meet: threading.Barrier, said: dict[int, Any]) -> None:
+        super().__init__(rank, 2)
+        self._meet = meet
+        self._said = said
+
+    def any_rank(self, flag: bool) -> bool:
+        return any(self._exchanged(flag).values())
+
+    def on_rank0(self, function: Callable[[], Any], shape: Any = Any) -> Any:
+        return self._exchanged(function() if self.rank == 0 else None)[0]
+
+    def _exchanged(self, mine: Any) -> dict[int, Any]:
+        self._said[self.rank] = mine
+        self._meet.wait(60)
+        found = dict(self._said)
+        self._meet.wait(60)  # no rank says the next thing before the other has read this one
+        return found
 
 
 class Ledger:
@@ -109,3 +143,28 @@ def test_settle_when_the_disk_is_away_then_the_deadline_is_that_of_the_bytes(
 def test_patience_when_a_checkpoint_is_large_then_it_outlasts_a_collective() -> None:
     largest = checkpoint_writer._Pending(1, Path(), Future(), {}, 12 * 30 * 10**9)  # of 30B weights
     assert largest.patience_s > 5000
+
+
+def test_settle_when_another_rank_still_writes_then_no_rank_settles(tmp_path: Path) -> None:
+    ledger, slow, meet, said = Ledger(), SlowActor(), threading.Barrier(2), {}
+    ledger.open.set()
+    folder = CheckpointFolder(tmp_path / "checkpoints", 2)
+    writers = [
+        CheckpointWriter(ThreadRanks(rank, meet, said), folder, ledger.commit) for rank in (0, 1)
+    ]
+    writers[0].actor, writers[1].actor = Actor(), slow
+    with ThreadPoolExecutor(2) as threads:
+
+        def both(call: Callable[[CheckpointWriter], object]) -> None:
+            list(threads.map(call, writers))
+
+        both(lambda writer: writer.snapshot(1, 1, dict))
+        writers[0].seal()
+        writers[0]._pending.future.result(60)
+        both(lambda writer: writer.settle(wait=False))
+        assert [writer._pending is None for writer in writers] == [False, False]
+        slow.written.set_result(None)
+        both(lambda writer: writer.settle(wait=False))
+        assert [writer._pending is None for writer in writers] == [True, True]
+        writers[0]._committing.result(60)
+    assert ledger.committed == [1]
