@@ -312,7 +312,7 @@ def trainer_rank(
     logits = min(chunk, tokens * shape.vocabulary)
     fused = layer_kernels(engine.kernels, shape.kind, layout, gpu=gpu) != "eager"
     kept, computed = (n * tokens for n in activation_bytes(shape, element, mode, fused=fused))
-    states = 0 if engine.offload and gpu else _state_bytes(engine, shape, element) // ranks
+    states = 0 if engine.offload and gpu else _state_bytes(engine, shape, element, layout) // ranks
     head, trained = shape.root_parameters // (1 if shape.tied else 2), engine.lora is None
     # When the backward pass begins: all activations, two layers, the head's gradient in float32.
     # When it ends: one layer's activations, its gradient in both precisions, a second layer.
@@ -341,17 +341,18 @@ def trainer_rank(
     return Need(parts)
 
 
-def _state_bytes(engine: TrainEngineConfig, shape: ModelShape, element: int) -> int:
-    """Returns the bytes of weights, gradients and moments of all ranks; frozen: only weights."""
+def _state_bytes(engine: TrainEngineConfig, shape: ModelShape, element: int, layout: Layout) -> int:
+    """Returns the bytes of weights, gradients and moments of all ranks that share one copy."""
     narrow = engine.optimizer is not None and engine.optimizer.moments == "bfloat16"
     each = 2 * MASTER + 2 * BYTES["bfloat16" if narrow else "float32"]
     if engine.lora is None:
         return each * shape.parameters
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    ends = 2 * (shape.hidden + heads) + 2 * (shape.hidden + kv)
+    # An adapter's matrix at the hidden state's end is whole on each rank of a tensor group.
+    hidden, spread = 4 * shape.hidden, 2 * heads + 2 * kv
     if not shape.routed:
-        ends += 3 * (shape.hidden + shape.intermediate)
-    adapters = shape.layers * engine.lora.rank * ends
+        hidden, spread = 7 * shape.hidden, spread + 3 * shape.intermediate
+    adapters = shape.layers * engine.lora.rank * (hidden * layout.tensor + spread)
     return element * shape.parameters + each * adapters
 
 

@@ -2,7 +2,7 @@
 
 Arguments: a folder where ranks meet, a JSON list of [ranks, jobs], a job being {config, out, seeds,
 gradients?, save_to?, resume?, export?, kernel?, tested?, free?, images?, routed?}. All ranks of a
-share get the same groups.
+share get the same groups. An export of a model with adapters also writes them, to `out`.adapters.
 """
 
 import json
@@ -71,7 +71,7 @@ def train(job):
     if "export" in job:
         found = dict(engine.iter_full_tensors())
         if config.lora is not None:
-            check_adapters(engine, config, found)
+            export_adapters(engine, config, found, job["out"] + ".adapters")
     if found is None:
         found = {
             name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach()
@@ -85,7 +85,7 @@ def train(job):
     engine.destroy()
 
 
-def check_adapters(engine, config, merged):
+def export_adapters(engine, config, merged, out):
     """What is published as adapters, gathered from all ranks, makes what is published merged."""
     work = engine.exporter.gathering(None, adapters=True)
     adapters = {name: t.clone() for bucket in work.buckets() for name, t in bucket}
@@ -103,6 +103,7 @@ def check_adapters(engine, config, merged):
             assert product.abs().max() > 1e-4, weight
             adapted += 1
     assert 2 * adapted == len(adapters) > 0
+    save_file(adapters, out)
 
 
 if __name__ == "__main__":

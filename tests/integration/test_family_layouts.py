@@ -16,8 +16,11 @@ LAYOUTS = {
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["whole", "lora"])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_gradients_when_a_family_is_spread_over_ranks_then_equal_those_of_one_rank(tmp_path, kind):
+def test_gradients_when_a_family_is_spread_over_ranks_then_equal_those_of_one_rank(
+    tmp_path, kind, lora
+):
     saved(kind, tmp_path / "model")
 
     def job(layout):
@@ -25,6 +28,7 @@ def test_gradients_when_a_family_is_spread_over_ranks_then_equal_those_of_one_ra
             "path": str(tmp_path / "model"),
             "dtype": "float32",
             "layout": layout,
+            "lora": lora,
             "gradient_checkpointing": "none",
             "optimizer": {"lr": 1e-3},
             "reward_norm": "group/group",

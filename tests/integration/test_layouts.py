@@ -16,8 +16,6 @@ LIMIT_S = 1200
 STEPS = list(range(6))
 # By number of ranks. Qwen3 has norms of its heads' queries and keys, Qwen2 biases of projections.
 DENSE = {1: ["d1"], 2: ["d2", "d2s1", "d1t2", "d1c2"], 4: ["d2t2", "d2c2", "d1t2c2", "d4s2"]}
-# With adapters, whose model is not spread over a tensor group.
-LORA = {1: ["d1"], 2: ["d2", "d1c2"], 4: ["d4s2", "d2c2"]}
 EXPERTS = {1: ["d1"], 2: ["d2", "d2e2"], 4: ["d4e2", "d2t2e2", "d2t2e4", "d2c2e2"]}
 MUON = {
     1: [("qwen3", "d1"), ("qwen3_moe", "d1")],
@@ -76,11 +74,9 @@ def runs(tmp_path_factory):
     }
     launches = []
 
-    def job(kind, layout, dtype, lora=None, muon=False, **extra):
-        name = f"{kind}-{layout}-{dtype}-{'-'.join(extra)}" + ("-lora" if lora else "")
-        name += "-muon" if muon else ""
+    def job(kind, layout, dtype, muon=False, **extra):
+        name = f"{kind}-{layout}-{dtype}-{'-'.join(extra)}" + ("-muon" if muon else "")
         config = {
-            "lora": lora,
             "path": models[kind],
             "dtype": dtype,
             "layout": layout,
@@ -101,10 +97,6 @@ def runs(tmp_path_factory):
             jobs.append(job("qwen2", layout, "float32", gradients=True, seeds=[0]))
             jobs.append(job("qwen3", layout, "float32", gradients=True, seeds=[0]))
             jobs.append(job("qwen3", layout, "float64"))
-        for layout in LORA[ranks]:
-            one = {"gradients": True, "seeds": [0]}
-            jobs.append(job("qwen3", layout, "float32", lora={"rank": 4}, **one))
-            jobs.append(job("qwen3", layout, "float64", lora={"rank": 4}, export=True))
         for layout in EXPERTS[ranks]:
             jobs.append(job("qwen3_moe", layout, "float32", gradients=True, seeds=[0]))
             jobs.append(job("qwen3_moe", layout, "float64"))
@@ -123,10 +115,6 @@ def runs(tmp_path_factory):
                 jobs.append({**first, "seeds": STEPS[:2], "save_to": parts[0]})
                 jobs.append({**then, "seeds": STEPS[:4], "resume": parts[0], "save_to": parts[1]})
                 jobs.append({**last, "resume": parts[1]})
-            adapters = {"lora": {"rank": 4}, "export": True}
-            half = str(folder / "half-lora")
-            jobs.append(job("qwen3", "d4s2", "float64", seeds=STEPS[:3], save_to=half, **adapters))
-            jobs.append(job("qwen3", "d2c2", "float64", resume=half, **adapters))
         launches.append([ranks, jobs])
     return Runs(folder, launches)
 
@@ -222,31 +210,3 @@ def test_weights_when_a_run_resumes_in_other_layouts_then_equal_those_of_one_ran
     (ours, rows), (one, _) = runs[f"{kind}-{last}-float64-resume"], runs[f"{kind}-d1-float64-"]
     assert len(rows) == 2
     assert_weights_close(ours, one, relative)
-
-
-@pytest.mark.parametrize("layout", others(LORA))
-def test_first_gradients_of_adapters_when_in_a_layout_then_equal_those_of_one_rank(runs, layout):
-    (ours, _), (one, _) = (
-        runs[f"qwen3-{each}-float32-gradients-seeds-lora"] for each in (layout, "d1")
-    )
-    assert all(".lora_" in name for name in one)
-    assert_gradients_close(ours, one, 1e-5)
-
-
-@pytest.mark.parametrize("layout", others(LORA))
-def test_export_when_adapters_trained_in_a_layout_then_equals_that_of_one_rank(runs, layout):
-    (ours, rows), (one, rows1) = (
-        runs[f"qwen3-{each}-float64-export-lora"] for each in (layout, "d1")
-    )
-    assert_weights_close(ours, one, 1e-10)
-    assert rows[-1]["loss"] == pytest.approx(rows1[-1]["loss"], rel=1e-8)
-    assert rows1[-1]["loss"] != pytest.approx(rows1[0]["loss"], rel=1e-3)
-
-
-@pytest.mark.long
-def test_export_when_adapters_resume_in_another_layout_then_equals_that_of_one_rank(runs):
-    (ours, rows), (one, _) = (
-        runs[f"qwen3-{each}-lora"] for each in ("d2c2-float64-resume-export", "d1-float64-export")
-    )
-    assert len(rows) == 3
-    assert_weights_close(ours, one, 1e-10)

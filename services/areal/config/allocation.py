@@ -111,18 +111,6 @@ class Layout:
                 f"trainer layout '{self}': {product} = {self.ranks} ranks, but {ranks} were started"
             )
 
-    def check_adapters(self) -> None:
-        """Check that a model with LoRA can have this layout.
-
-        Raises:
-            ConfigError: its matrices or experts would be spread over ranks.
-        """
-        if self.tensor > 1 or self.experts > 1:
-            raise ConfigError(
-                f"trainer layout '{self}': adapters (actor.lora) cannot be spread over t or e: "
-                f"expected a layout with only d, s and c, such as d{self.ranks}"
-            )
-
     def check_compiled(self) -> None:
         """Check that layers with this layout can be compiled.
 

@@ -280,8 +280,6 @@ def validate(config: BaseExperimentConfig) -> None:
         )
     if isinstance(config, GRPOConfig):
         _complete(config)
-        if config.actor.lora is not None:
-            layout.check_adapters()
         config.actor.check_optimizer()
         if config.actor.kernels == "compile":
             layout.check_compiled()

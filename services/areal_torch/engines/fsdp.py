@@ -113,7 +113,6 @@ class FSDPEngine(TrainEngine):
             config.path, stored, scalar=config.scalar, from_scratch=config.init_from_scratch
         )
         if config.lora is not None:
-            self.mesh.layout.check_adapters()
             lora.inject(hf, config.lora, master)
         gpu = self.device.type == "cuda"
         kernels = layer_kernels(config.kernels, hf.config.model_type, self.mesh.layout, gpu=gpu)

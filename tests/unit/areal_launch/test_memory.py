@@ -289,3 +289,17 @@ def test_trainer_rank_when_a_critic_trains_beside_it_then_its_states_are_counted
     config.actor.critic = True
     both = memory.trainer_rank(config, shape, gpu=True).need.parts
     assert both == alone | {"critic": alone["states"]}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_trainer_rank_when_a_tensor_group_has_adapters_then_one_matrix_of_each_is_spread(
+    tmp_path, tensor
+):
+    path = model(tmp_path, **QWEN2_5_7B)
+    config = build_config(GRPOConfig, None, [f"model.path={path}", "actor.lora.rank=16"])
+    shape, layout = ModelShape.read(path), Layout.parse(f"d1t{tensor}")
+    states = trainer_rank(config.actor, shape, Setting(layout, 4096, True), "full").parts["states"]
+    # The ends of A and B at the hidden state, then those at heads, keys, values and features.
+    ends = 7 * 3584 + (2 * 3584 + 2 * 512 + 3 * 18944) // tensor
+    adapters = 28 * 16 * ends
+    assert states == pytest.approx(2 * shape.parameters / tensor + 16 * adapters, abs=1)

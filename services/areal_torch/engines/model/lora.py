@@ -95,6 +95,25 @@ def _beyond(hf: Any) -> Iterator[str]:
         yield from (n for n, _ in hf.named_modules() if n.rpartition(".")[2] in of_experts)
 
 
+def spread_parts(name: str, module: nn.Module, style: str) -> dict[str, str]:
+    """Returns how tensor parallelism spreads the parts of a layer, by the parts' names.
+
+    Where the layer's outputs are spread, each rank computes A x whole, and has the rows of B for
+    its outputs. Where its inputs are spread, each rank has the columns of A for its inputs; A x is
+    summed over the ranks, `rank` numbers per token, and each rank has B whole. A matrix that is
+    whole has the same gradient on every rank.
+
+    Args:
+        name: The layer's.
+        module: The layer, with or without an adapter.
+        style: transformers' style for the layer itself.
+    """
+    if not (hasattr(module, "lora_A") and hasattr(module, "base_layer")):
+        return {name: style}
+    own = {"colwise": ["lora_B"], "rowwise": ["lora_A"]}.get(style, ["lora_A", "lora_B"])
+    return {f"{name}.base_layer": style} | {f"{name}.{part}.{_ADAPTER}": style for part in own}
+
+
 def is_adapted(module: nn.Module) -> bool:
     """Returns whether `inject` was called on a model."""
     return any(True for _ in _adapted(module))
@@ -146,19 +165,19 @@ def switched_off(hf: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Delta:
-    """The values that an adapter adds to this rank's rows of a matrix."""
+    """The values that an adapter adds to this rank's part of a matrix: some rows and columns."""
 
     down: Tensor
-    """The whole matrix A."""
+    """The corresponding columns of A, with all its rows."""
     up: Tensor
     """The corresponding rows of B, in place."""
     scale: float
 
-    def merged(self, rows: Tensor) -> Tensor:
-        """Returns W + scale * B A for these rows [n, in], computed in float32 (float64)."""
-        wide = torch.promote_types(torch.promote_types(rows.dtype, self.up.dtype), torch.float32)
+    def merged(self, part: Tensor) -> Tensor:
+        """Returns W + scale * B A for this part of W, computed in float32 (float64)."""
+        wide = torch.promote_types(torch.promote_types(part.dtype, self.up.dtype), torch.float32)
         product = torch.mm(self.up.to(wide), self.down.to(wide))
-        return product.mul_(self.scale).add_(rows)
+        return product.mul_(self.scale).add_(part)
 
 
 @torch.no_grad()
@@ -171,7 +190,8 @@ def deltas(hf: Any) -> dict[str, Delta]:
     for name, module in _adapted(hf):
         down, up = (part[_ADAPTER].weight.detach() for part in (module.lora_A, module.lora_B))
         whole = down.full_tensor() if hasattr(down, "full_tensor") else down
-        found[f"{name}.weight"] = Delta(whole, fill.local(up), module.scaling[_ADAPTER])
+        _, columns = fill.own_box(module.base_layer.weight)
+        found[f"{name}.weight"] = Delta(whole[:, columns], fill.local(up), module.scaling[_ADAPTER])
     return found
 
 

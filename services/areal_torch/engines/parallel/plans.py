@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.errors import CannotStart, InvalidInput
+from areal_torch.engines.model import lora
 from areal_torch.engines.model.guards import decoder_of
 from areal_torch.engines.parallel.mesh import Mesh
 from areal_torch.engines.versions import PLANS_FROM, installed, older
@@ -47,10 +48,13 @@ def spread_matrices(hf: Any, mesh: Mesh) -> None:
             "expected e beside t, as in d4t2e8, or a layout without t"
         )
     names = dict(hf.named_modules())
+    parts: dict[str, str] = {}
     for name, style in styles.items():
+        parts |= lora.spread_parts(name, names[name], style)
+    for name, style in parts.items():
         if style == _SUMMED:
             _sum_gradients(names[name], mesh.tensor)
-    rest = {name: style for name, style in styles.items() if style != _SUMMED}
+    rest = {name: style for name, style in parts.items() if style != _SUMMED}
     # A plan names modules; what becomes of their parameters follows from it.
     own = {
         f"{name}.{parameter}": style

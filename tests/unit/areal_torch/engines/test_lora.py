@@ -11,7 +11,7 @@ from tests.unit.areal_torch.engines.hub_families import make_family
 from tests.unit.areal_torch.engines.train_fixtures import gradients, make_batch, weighted_loss
 
 from areal.config.training import LoraConfig, OptimizerConfig, TrainEngineConfig
-from areal.errors import ConfigError, InvalidInput
+from areal.errors import InvalidInput
 from areal_torch.engines.fsdp import FSDPEngine
 from areal_torch.engines.model import lora
 from areal_torch.engines.model.source import load_model
@@ -210,14 +210,13 @@ def test_model_when_it_has_a_vision_tower_then_only_its_language_decoder_is_adap
         lora.inject(hf, LoraConfig(targets=["qkv"]), torch.float32)
 
 
-@pytest.mark.parametrize("train", ["d1t2", "d4e2"])
-def test_layout_when_matrices_or_experts_are_spread_then_lora_is_refused(train: str) -> None:
+@pytest.mark.parametrize("train", ["d1t2", "d4e2", "d2t2c2e4"])
+def test_layout_when_matrices_or_experts_are_spread_then_lora_is_accepted(train: str) -> None:
     from areal.config.experiment import GRPOConfig, build_config
 
     overrides = [f"allocation_mode=sglang:d1+fsdp:{train}", "actor.lora={}"]
-    with pytest.raises(ConfigError, match="cannot be spread over t or e: expected a layout with"):
-        build_config(GRPOConfig, None, overrides)
-    assert build_config(GRPOConfig, None, overrides[1:]).actor.lora == LoraConfig()
+    actor = build_config(GRPOConfig, None, overrides).actor
+    assert (actor.lora, actor.layout) == (LoraConfig(), train)
 
 
 def test_adapter_when_written_then_its_config_says_which_model(
