@@ -87,7 +87,6 @@ class FakeSGLang:
     """Sequences of a batch that have ended when the stream breaks."""
     freezes: bool = False
     """It stays open instead."""
-    frozen: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     routes: tuple[int, int, int] | None = None
@@ -180,7 +179,6 @@ class FakeSGLang:
                 await send(index, whole)
         if self.breaks_after is not None:
             await response.write(b'data: {"output_ids": [1, 2')
-            self.frozen = self.freezes
             await asyncio.sleep(30.0 if self.freezes else 0.05)
             assert request.transport is not None
             request.transport.abort()
