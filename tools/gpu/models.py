@@ -87,7 +87,7 @@ def vocabulary_of(path: Path) -> int:
 
 @contextmanager
 def engine(
-    path: Path, *, tokens: int = 10240, lr: float = 1e-6, **keys: Any
+    path: Path, *, tokens: int = 10240, lr: float = 1e-6, optimizer: Any = "adamw", **keys: Any
 ) -> Iterator[FSDPEngine]:
     """An initialized engine, destroyed at the end.
 
@@ -95,13 +95,14 @@ def engine(
         path: Of `make`; its weights are random unless `init_from_scratch=False`.
         tokens: Of a micro-batch.
         lr: Learning rate.
+        optimizer: Its type.
         keys: Other fields of `TrainEngineConfig`; those that are None have their defaults.
     """
     given = {"init_from_scratch": True} | {k: v for k, v in keys.items() if v is not None}
     made = FSDPEngine(
         TrainEngineConfig(
             path=str(path),
-            optimizer=OptimizerConfig(lr=lr),
+            optimizer=OptimizerConfig(type=optimizer, lr=lr),
             mb_spec=MicroBatchSpec(max_tokens_per_mb=tokens),
             **given,
         )

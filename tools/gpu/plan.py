@@ -58,6 +58,8 @@ CASES = (
             {"of": "attention", "heads": "16/4", "width": 128, "shared": True},
             {"of": "race", "heads": "16/8", "width": 128, "tokens": 16384},
             {"of": "race", "heads": "16/8", "width": 128, "tokens": 2048},
+            {"of": "long", "heads": "14/2", "width": 64},
+            {"of": "long", "heads": "16/8", "width": 128},
             {"of": "mm_out_dtype"},
             {"of": "addmm_out_dtype"},
             {"of": "adamw_dtensor"},
@@ -88,7 +90,7 @@ CASES = (
             ),
             *(
                 {**_SMALL, "with": part}
-                for part in ("offload", "lora", "ref", "critic", "resume", "export", "oom")
+                for part in ("offload", "lora", "ref", "critic", "muon", "resume", "export", "oom")
             ),
         ),
         try_s=40,  # the first one imports as much again
@@ -129,8 +131,8 @@ CASES = (
             {"shape": "qwen3-0.6b", **_16K, "loss": "sft"},
             {"shape": "qwen3-4b", **_16K, "loss": "rl", "lora": True},
             {"shape": "qwen3-4b", **_64K, "loss": "rl", "lora": True},
-            {"shape": "qwen3-0.6b", **_64K, "loss": "rl", "attention": "varlen_cudnn"},
-            {"shape": "qwen3-4b", **_64K, "loss": "rl", "lora": True, "attention": "varlen_cudnn"},
+            {"shape": "qwen3-0.6b", **_64K, "loss": "rl", "attention": "varlen"},
+            {"shape": "qwen3-4b", **_64K, "loss": "rl", "lora": True, "attention": "varlen"},
         ),
     ),
     Case(
@@ -173,7 +175,18 @@ CASES = (
     ),
     Case("recurrent", "speed", 20, ({"shape": "qwen3.5-9b", "layers": 4, **_EVEN},)),
     Case("plain", "plain", 14, (_MIDDLE,), smaller={"layers": 8}),
-    Case("rest", "rest", 55, ({"steps": 20}, {"steps": 20, "mode": "alternating"})),
+    Case(
+        "rest",
+        "rest",
+        55,
+        (
+            {"steps": 20},
+            {"steps": 20, "mode": "alternating"},
+            {"steps": 20, "servers": "sglang", "ahead": 0},
+            {"steps": 20, "servers": "sglang", "mode": "alternating"},
+            {"steps": 6, "servers": "sglang", "answer": 448},
+        ),
+    ),
 )
 NAMES = tuple(case.name for case in CASES)
 

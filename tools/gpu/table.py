@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,30 +29,40 @@ def read(file: Path) -> list[Line]:
     return list(last.values())
 
 
-def write(lines: list[Line]) -> None:
-    """Replaces the table of the page."""
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{render(lines)}\n{END}{after}")
+def write(lines: list[Line], page: Path = PAGE) -> None:
+    """Puts these tries into the page's table; the rows of other tries stay."""
+    before, rest = page.read_text().split(BEGIN)
+    table, after = rest.split(END)
+    page.write_text(f"{before}{BEGIN}\n{render(lines, table)}\n{END}{after}")
 
 
-def render(lines: list[Line]) -> str:
-    """Returns the page's table: a row for every try; one row for a case without any."""
+def render(lines: list[Line], earlier: str = "") -> str:
+    """Returns the page's table: a row for every try; one row for a case without any.
+
+    Args:
+        lines: From `read`.
+        earlier: A table, whose rows stand for the tries that are not in `lines`.
+    """
+    known = {tuple(text.split(" | ")[:2]): text for text in earlier.splitlines()}
+    known = {key: text for key, text in known.items() if not re.fullmatch(r"all \d+", key[-1])}
     found = {_key(line["case"], line["setting"]): line for line in lines}
     rows = ["| case | setting | figures | peak GiB |", "|---|---|---|--:|"]
     for case in plan.CASES:
         others = [line["setting"] for line in lines if line["case"] == case.name]
         settings = [*case.settings, *(each for each in others if each not in case.settings)]
-        tries = [(setting, found.get(_key(case.name, setting))) for setting in settings]
-        if not any(line for _, line in tries):
-            rows.append(f"| `{case.name}` | all {len(tries)} | not measured |  |")
+        texts = {(f"| `{case.name}`", _said(each)): "" for each in settings}
+        texts |= {key: text for key, text in known.items() if key[0] == f"| `{case.name}`"}
+        for setting in settings:
+            if line := found.get(_key(case.name, setting)):
+                key = (f"| `{case.name}`", _said(setting))
+                texts[key] = " | ".join([*key, _figures(line), f"{line.get('peak_gib', '')} |"])
+        if not any(texts.values()):
+            rows.append(f"| `{case.name}` | all {len(texts)} | not measured |  |")
             continue
-        for setting, line in tries:
-            peak = (line or {}).get("peak_gib", "")
-            rows.append(f"| `{case.name}` | {_said(setting)} | {_figures(line)} | {peak} |")
-    gpus = sorted({f"{line['gpu']}, torch {line['torch']}" for line in lines if line["gpu"]})
-    return "\n".join([*(f"On {gpu}:\n" for gpu in gpus), *rows])
+        rows += [text or " | ".join([*key, "not measured", " |"]) for key, text in texts.items()]
+    gpus = {f"On {line['gpu']}, torch {line['torch']}:" for line in lines if line["gpu"]}
+    gpus |= {text for text in earlier.splitlines() if text.startswith("On ")}
+    return "\n".join([*(f"{gpu}\n" for gpu in sorted(gpus)), *rows])
 
 
 def row(line: Line, tries: int) -> str:

@@ -215,12 +215,12 @@ class TrainEngineConfig(EngineConfig):
     attn_impl: Attention = "auto"
     """The attention kernel, also of the reference and the critic. `flash_attention_3` and
     `flash_attention_2` need their packages; `varlen` is torch's flash attention, and
-    `varlen_repeat_kv` the same with keys and values copied to each head; `packed` is bucketed SDPA,
-    for any device and model. `auto` takes the first of these that computes a few tokens correctly,
-    forward and backward, on the run's own device; a log line gives the reason for each that does
-    not. `varlen_cudnn` (the same as `varlen`, but cuDNN's attention for sequences of 16,384
-    tokens and more; no sliding windows) is taken only if it is named. A kernel that is named and
-    does not work ends the run. On a CPU there is only `packed`."""
+    `varlen_cudnn` the same, but cuDNN's attention for sequences of 16,384 tokens and more (Hopper
+    or later; no sliding windows); `varlen_repeat_kv` copies keys and values to each head; `packed`
+    is bucketed SDPA, for any device and model. `auto` takes the first that computes a few tokens
+    correctly, forward and backward, on the run's own device: the packages, `varlen_cudnn`,
+    `varlen`, `varlen_repeat_kv`, `packed`. A log line gives the reason for each that does not. A
+    kernel that is named and does not work ends the run. On a CPU there is only `packed`."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """The optimizer and its learning-rate schedule; null for a model that is not trained."""
     largest_micro_batch: int = field(default=0, metadata=_NOT_A_KEY)

@@ -93,6 +93,14 @@ def _critic(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, A
     return {"first_loss": losses[0], "third_loss": losses[2]}
 
 
+def _muon(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
+    """Muon learns a batch."""
+    batch = batch_of(_LENGTHS, 512)
+    with engine(path, lr=1e-2, optimizer="muon") as made:
+        losses = [_train(made, batch)["loss"] for _ in range(3)]
+    return {"first_loss": losses[0], "third_loss": losses[2]}
+
+
 def _resume(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     """A step after a resume is the step that would have come."""
     batch, folder = batch_of(_LENGTHS, 512), Path(tempfile.mkdtemp(prefix="gpu-contact-"))
@@ -139,6 +147,7 @@ _PARTS = {
     "lora": _lora,
     "ref": _ref,
     "critic": _critic,
+    "muon": _muon,
     "resume": _resume,
     "export": _export,
     "oom": _oom,

@@ -13,7 +13,13 @@ from torch import Tensor
 from areal_torch.algorithms import packing
 from areal_torch.engines.model.attention.layout import build_layout
 from areal_torch.engines.model.attention.packed import packed_attention
-from areal_torch.engines.model.attention.varlen import TORCH, bind, varlen_attention
+from areal_torch.engines.model.attention.varlen import (
+    CUDNN,
+    CUDNN_FROM,
+    TORCH,
+    bind,
+    varlen_attention,
+)
 from areal_torch.engines.parallel.mesh import join_process_group
 
 
@@ -87,6 +93,26 @@ def _race(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
         except RuntimeError as error:
             rates[name] = f"no: {str(error).splitlines()[0][:80]}"
     return rates
+
+
+def _long(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
+    """What differs between cuDNN for long sequences and torch's kernel, which are both 16 bits."""
+    _need_gpu()
+    heads, kv_heads = map(int, setting["heads"].split("/"))
+    lengths = (300, CUDNN_FROM + 700, 40, CUDNN_FROM)
+    batch = packing.pack([{"input_ids": [0] * n} for n in lengths])
+    batch = {key: x.to(device()) for key, x in batch.items()}
+    layout = build_layout(batch, share_prefixes=False, buckets=False)
+    exact = [_narrow(sum(lengths), n, setting["width"]) for n in (heads, kv_heads, kv_heads)]
+    pull = _narrow(sum(lengths), heads, setting["width"])
+    results = []
+    for kernel in (CUDNN, TORCH):
+        rows = [x.clone().requires_grad_() for x in exact]
+        out = varlen_attention(bind(kernel), *rows, layout, setting["width"] ** -0.5, None)
+        torch.autograd.backward(out, pull)
+        results.append([out, *(x.grad for x in rows)])
+    parts = zip(("forward", "queries", "keys", "values"), *results, strict=True)
+    return {name: _apart(found, truth) for name, found, truth in parts}
 
 
 def _mm(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
@@ -217,6 +243,7 @@ def _apart(found: Tensor, truth: Tensor) -> float:
 _CHECKS = {
     "attention": _attention,
     "race": _race,
+    "long": _long,
     "mm_out_dtype": _mm,
     "addmm_out_dtype": _addmm,
     "adamw_dtensor": _adamw,

@@ -5,7 +5,7 @@
 | `packed` | nothing: any device and precision | |
 | `varlen`, torch's own | a GPU, Ampere or later, 16 bits | softcaps, sinks, heads wider than 256 |
 | `varlen_repeat_kv` | the same; copies keys and values to each head | as `varlen` |
-| `varlen_cudnn` | the same; only if it is named; for long sequences | as `varlen`, and windows |
+| `varlen_cudnn` | the same on Hopper; cuDNN for long sequences | as `varlen`, and windows |
 | `flash_attention_2` | the same, and the package flash_attn | sinks, heads wider than 256 |
 | `flash_attention_3` | the same on Hopper, and flash_attn_interface | as `varlen` |
 
@@ -47,7 +47,7 @@ from areal_torch.engines.versions import together
 
 PACKED = "packed"
 # `auto` takes the first that works. A user who has built a package wants it to be used.
-_PREFERRED = (FLASH_3, FLASH_2, TORCH, TORCH_REPEATED, PACKED)
+_PREFERRED = (FLASH_3, FLASH_2, CUDNN, TORCH, TORCH_REPEATED, PACKED)
 _AMPERE, _HOPPER = 8, 9  # major compute capabilities
 
 
@@ -100,8 +100,8 @@ def _failure(kernel: str, hf: Any, device: torch.device, compute: torch.dtype) -
         return None
     try:
         found = [attention_function(kernel)]
-        if kernel == CUDNN:  # also what it does with long sequences
-            found.append(attention_function(kernel, cudnn_from=1))
+        if kernel == CUDNN:  # also what it does with long sequences, and with both in one batch
+            found += [attention_function(kernel, cudnn_from=n) for n in (1, trial.MIDDLE)]
         for attend in found:
             for shape in trial.shapes_of(hf.config.get_text_config()):
                 why = trial.difference(attend, shape, device, compute, buckets=kernel == PACKED)
@@ -150,6 +150,8 @@ def _missing(kernel: str, device: torch.device, compute: torch.dtype) -> str | N
     capability = torch.cuda.get_device_capability(device)[0]
     if kernel == FLASH_3 and capability != _HOPPER:
         return "the GPU is not a Hopper"
+    if kernel == CUDNN and capability < _HOPPER:
+        return "the GPU is older than Hopper"
     return "the GPU is older than Ampere" if capability < _AMPERE else None
 
 

@@ -25,6 +25,8 @@ from areal_torch.engines.model.layer_types import layer_configs
 
 # One token, one block, and more than `packed` computes as one dense product.
 _LENGTHS = (1, 9, 70)
+MIDDLE = 9
+"""Tokens of a sequence that is neither the shortest nor the longest of those that are tried."""
 _WINDOW = 5
 # Norm of the difference over the result's. bfloat16 rounding makes about 0.005; a wrong mask or
 # wrong keys make 0.1 and more.

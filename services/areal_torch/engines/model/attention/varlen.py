@@ -16,18 +16,20 @@ is bound:
 | 2.11 | yes | no, and nothing compares the numbers of heads |
 | 2.12 to 2.14 | yes | yes, and needed where keys have fewer heads |
 
-`CUDNN` takes torch's function for micro-batches of short sequences. Where one has `CUDNN_FROM`
-tokens or more, each goes through cuDNN's attention for one sequence, which was 1.9 times as fast
-there on an H200. (Its attention for packed sequences took four times as long as torch's, and its
-gradients were wrong for narrow heads: torch 2.11.)
+`CUDNN` takes torch's function for short sequences. Each of `CUDNN_FROM` tokens or more goes through
+cuDNN's attention for one sequence, which was 1.9 times as fast there on an H200. (Its attention for
+packed sequences took four times as long as torch's, and its gradients were wrong for narrow heads:
+torch 2.11.)
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -60,7 +62,7 @@ def bind(kernel: str, *, cudnn_from: int = CUDNN_FROM) -> Varlen:
 
     Args:
         kernel: Its name.
-        cudnn_from: Tokens of the longest sequence from which `CUDNN` calls cuDNN.
+        cudnn_from: Tokens of a sequence from which `CUDNN` gives it to cuDNN.
 
     Raises:
         CannotStart: This version of it lacks an argument that every model needs.
@@ -178,8 +180,21 @@ def _call_cudnn(
         return otherwise(rows, layout, scaling, seen, softcap)
     assert softcap is None, "it has none"
     assert seen[0] < 0, "it has no windows"
-    sequences = zip(*(torch.split(x, list(layout.lengths)) for x in rows), strict=True)
-    return torch.cat([_one_sequence(q, k, v, scaling) for q, k, v in sequences])
+    found, first, bounds = list[Tensor](), 0, layout.cu_seqlens
+    for short, group in groupby(layout.lengths, key=lambda tokens: tokens < cudnn_from):
+        lengths = tuple(group)
+        last = first + len(lengths)
+        start = sum(layout.lengths[:first])
+        q, k, v = (x[start : start + sum(lengths)] for x in rows)
+        if short:
+            part = replace(layout, cu_seqlens=bounds[first : last + 1] - start, lengths=lengths)
+            found.append(otherwise([q, k, v], part, scaling, seen, softcap))
+        else:
+            parts = (torch.split(x, list(lengths)) for x in (q, k, v))
+            each = zip(*parts, strict=True)
+            found += [_one_sequence(query, key, value, scaling) for query, key, value in each]
+        first = last
+    return torch.cat(found)
 
 
 def _one_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

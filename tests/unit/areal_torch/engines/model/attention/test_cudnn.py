@@ -75,12 +75,31 @@ def test_cudnn_when_lengths_differ_then_few_shapes_are_asked_for(
     rows = [{"input_ids": [0] * n, "loss_mask": [True] * n} for n in (3, 1024, 1025)]
     layout = build_layout(packing.pack(rows), share_prefixes=False, buckets=False)
     q, kv = torch.randn(2052, 4, 8), torch.randn(2052, 2, 8)
-    call = varlen.bind(CUDNN, cudnn_from=1025)
+    call = varlen.bind(CUDNN, cudnn_from=1024)
     found = varlen.varlen_attention(call, q, kv, kv, layout, 0.3, None)
-    assert asked == [(1, 4, 1024, 8), (1, 4, 1024, 8), (1, 4, 2048, 8)]
+    assert asked == [(1, 4, 1024, 8), (1, 4, 2048, 8)]
     with torch_kernels():
         expected = varlen.varlen_attention(varlen.bind(TORCH), q, kv, kv, layout, 0.3, None)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(9, 3, 5, 8), (3, 9, 8, 5), (8, 3, 9), (3, 9, 2), (8,)])
+def test_cudnn_when_short_sequences_stand_between_long_ones_then_each_is_right(
+    asked: list[tuple[int, ...]], lengths: tuple[int, ...]
+) -> None:
+    rows = [{"input_ids": [0] * n, "loss_mask": [True] * n} for n in lengths]
+    layout = build_layout(packing.pack(rows), share_prefixes=False, buckets=False)
+    total = sum(lengths)
+    exact = [torch.randn(total, heads, 8) for heads in (4, 2, 2)]
+    results = []
+    for kernel in (varlen.bind(CUDNN, cudnn_from=8), varlen.bind(TORCH)):
+        rows_ = [x.clone().requires_grad_() for x in exact]
+        out = varlen.varlen_attention(kernel, *rows_, layout, 0.3, None)
+        torch.autograd.backward(out.square().sum())
+        results.append([out, *(x.grad for x in rows_)])
+    assert len(asked) == sum(n >= 8 for n in lengths)
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_cudnn_when_only_its_long_sequences_are_wrong_then_it_is_refused(
@@ -109,9 +128,24 @@ def test_cudnn_when_the_model_has_sliding_windows_then_one_line_says_so(
         dispatch.choose(hf, CUDNN, GPU, torch.bfloat16)
 
 
-def test_auto_when_cudnn_works_then_it_is_still_not_taken(
+@pytest.mark.parametrize(("capability", "taken"), [((9, 0), CUDNN), ((8, 0), TORCH)])
+def test_auto_when_cudnn_works_then_it_is_taken_on_hopper(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: list[tuple[int, ...]],
+    capability: tuple[int, int],
+    taken: str,
+) -> None:
+    pretend_gpu(monkeypatch, capability)
+    assert dispatch.choose(model_of(tmp_path), "auto", GPU, torch.bfloat16) == taken
+    assert bool(asked) == (taken == CUDNN)
+
+
+def test_auto_when_cudnn_is_wrong_then_torch_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[int, ...]]
 ) -> None:
     pretend_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(
+        varlen, "scaled_dot_product_attention", lambda q, *_, **__: torch.zeros_like(q)
+    )
     assert dispatch.choose(model_of(tmp_path), "auto", GPU, torch.bfloat16) == TORCH
-    assert not asked
