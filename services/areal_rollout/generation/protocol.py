@@ -289,6 +289,11 @@ class _Segment:
     def check(self, min_version: int) -> None:
         """Raises ServerError for values that no healthy server returns."""
         versions = self.versions
+        if self.tokens and not versions:
+            raise ServerError(
+                "meta_info has no weight_versions, which say which weights sampled each token: "
+                "expected SGLang 0.5.19 or newer"
+            )
         if len(versions) != len(self.tokens):
             raise ServerError(f"weight_versions cover {len(versions)} of {len(self.tokens)} tokens")
         if versions and min(versions) < min_version:
