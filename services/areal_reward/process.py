@@ -14,6 +14,7 @@ import orjson
 
 import areal_reward
 from areal.chassis.logging import get_logger
+from areal.chassis.process import signal_name
 from areal.errors import CannotStart, Unavailable, WaitTimeout
 from areal.sandbox.launch import NAMESPACES, confine, variables
 from areal.security import without_secrets
@@ -200,4 +201,4 @@ class WorkerProcess:
         await self._children.end_strays()
         if code >= 0:
             return f"exit code {code}"
-        return f"signal {signal.Signals(-code).name}"
+        return f"signal {signal_name(-code)}"

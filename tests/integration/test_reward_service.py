@@ -39,6 +39,7 @@ def trouble(completion):
     if completion == "sleep": time.sleep(600)
     if completion == "exit": os._exit(3)
     if completion == "segv": ctypes.string_at(0)
+    if completion == "realtime": os.kill(os.getpid(), 37)
     if completion == "memory": bytearray(3 << 30)
     if completion == "raise": raise KeyError("answer")
     if completion == "sys.exit": sys.exit(1)
@@ -130,6 +131,7 @@ async def test_score_when_batch_is_mixed_then_each_item_gets_its_own_outcome(tmp
     ):
         words = [
             *("ok", "hang", "ok", "exit", "raise", "none", "segv", "nan", "ok", "memory"),
+            "realtime",
             *("sys.exit", "sleep", "child", "ok"),
         ]
         results = await client.score(
@@ -142,8 +144,9 @@ async def test_score_when_batch_is_mixed_then_each_item_gets_its_own_outcome(tmp
             "child": (ScoreError.TIMEOUT, "took longer"),
             "exit": (ScoreError.CRASH, "exit code 3"),
             "segv": (ScoreError.CRASH, "signal SIGSEGV"),
+            "realtime": (ScoreError.CRASH, "signal 37"),
             "memory": (ScoreError.CRASH, "ran out of memory: reward.memory_mb = 256"),
-            "raise": (ScoreError.FUNCTION, "trouble raised KeyError: 'answer' (my_recipe.py:17)"),
+            "raise": (ScoreError.FUNCTION, "trouble raised KeyError: 'answer' (my_recipe.py:18)"),
             "sys.exit": (ScoreError.FUNCTION, "trouble raised SystemExit"),
             "none": (ScoreError.FUNCTION, "trouble returned None: expected a finite number"),
             "nan": (ScoreError.FUNCTION, "trouble returned nan"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
+import signal
 import sys
 
 PROCESS_VARIABLE = "AREAL_PROCESS"
@@ -39,3 +40,11 @@ def hide_memory() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def signal_name(number: int) -> str:
+    """Returns "SIGSEGV" for 11; the number where it has no name, as real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)

@@ -13,6 +13,7 @@ import select
 import signal
 from functools import lru_cache
 
+from areal.chassis.process import signal_name
 from areal.errors import CannotStart
 from areal.rewards.math_tree import TooCostly
 
@@ -87,7 +88,7 @@ def _asked(gold: str, found: str) -> tuple[bytes, str]:
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if said or ended_by in (0, signal.SIGKILL, signal.SIGPROF):
         return said, ""
-    return said, signal.Signals(ended_by).name
+    return said, signal_name(ended_by)
 
 
 def _verdict(gold: str, found: str) -> bytes:

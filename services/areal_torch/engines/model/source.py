@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from areal.chassis.collector import collector_paused
+from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
 from areal.model_directory import read_config
 from areal_torch.engines.model import fill, guards, hub_names, precision
@@ -67,6 +68,9 @@ def build(
         unsaid = "tie_word_embeddings" not in read_config(directory)
         if unsaid and not from_scratch and hub_names.contradicts_ties(hf, directory):
             config.tie_word_embeddings = False
+            get_logger(__name__).info(
+                "output_head", path=path, untied="the checkpoint has one; config.json does not say"
+            )
             with torch.device("meta"):
                 hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
         fill.make_buffers(hf)
