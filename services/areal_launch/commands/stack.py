@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ from areal_launch.commands.dead_letters import keep_dead_letters
 from areal_launch.doctor.gpus import unused_gpus
 from areal_launch.doctor.preflight import check_start
 from areal_launch.processes.descendants import end_tagged
-from areal_launch.processes.process import last_lines, python_environment
+from areal_launch.processes.process import ProcessSpec, last_lines, python_environment
 from areal_launch.processes.usage import UsageSampler
 from areal_launch.run_folder import RunFolder, write_json
 from areal_launch.stack.events import EventLog
@@ -234,7 +235,7 @@ class Session:
         status, error = "failed", None
         try:
             poller.listen_notices(partial(stack.events.report, "warning", "recipe"))
-            poller.listen_servers(partial(stack.events.report, "warning", "servers"))
+            poller.listen_servers(self._tell_of_servers)
             poller.start()
             self._display.begin(stack, poller, usage)
             for caution in cautions(stack.config) if with_trainer else ():
@@ -263,6 +264,10 @@ class Session:
         elif error is not None:
             raise error
         return {"finished": 0, "interrupted": 130 if with_trainer else 0}.get(status, 1)
+
+    def _tell_of_servers(self, line: str) -> None:
+        specs = [each.spec for each in self._stack.supervisor.processes.values()]
+        self._stack.events.report("warning", "servers", with_log(line, specs))
 
     def _returned(self) -> ReturnedEpisodes:
         stack = self._stack
@@ -407,3 +412,14 @@ def run_detached(resolved: Resolved, arguments: list[str]) -> int:
     print("next: areal status, areal submit, areal down")  # noqa: T201
     print(f"run folder: {folder.path}")  # noqa: T201
     return 0
+
+
+def with_log(line: str, specs: Iterable[ProcessSpec]) -> str:
+    """Adds the log of the server that a line begins with, if it is one of these processes.
+
+    SGLang's answer to what it cannot do is often "Internal Server Error"; its log has the reason.
+    """
+    for spec in specs:
+        if spec.address and line.startswith(f"server {spec.address} "):
+            return f"{line}; its log: {spec.log}"
+    return line
