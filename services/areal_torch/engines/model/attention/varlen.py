@@ -180,20 +180,19 @@ def _call_cudnn(
         return otherwise(rows, layout, scaling, seen, softcap)
     assert softcap is None, "it has none"
     assert seen[0] < 0, "it has no windows"
-    found, first, bounds = list[Tensor](), 0, layout.cu_seqlens
+    found, first, start = list[Tensor](), 0, 0
     for short, group in groupby(layout.lengths, key=lambda tokens: tokens < cudnn_from):
         lengths = tuple(group)
-        last = first + len(lengths)
-        start = sum(layout.lengths[:first])
-        q, k, v = (x[start : start + sum(lengths)] for x in rows)
+        last, end = first + len(lengths), start + sum(lengths)
+        q, k, v = (x[start:end] for x in rows)
         if short:
-            part = replace(layout, cu_seqlens=bounds[first : last + 1] - start, lengths=lengths)
+            bounds = layout.cu_seqlens[first : last + 1] - start
+            part = replace(layout, cu_seqlens=bounds, lengths=lengths)
             found.append(otherwise([q, k, v], part, scaling, seen, softcap))
         else:
-            parts = (torch.split(x, list(lengths)) for x in (q, k, v))
-            each = zip(*parts, strict=True)
+            each = zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True)
             found += [_one_sequence(query, key, value, scaling) for query, key, value in each]
-        first = last
+        first, start = last, end
     return torch.cat(found)
 
 
