@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
     add(
         "--steps",
         type=int,
-        default=900,
+        default=1800,
         help="train steps, enough for all stages; with less than 200 the reward is not checked",
     )
     add("--keep", action="store_true", help="keep the release if a stage fails")
