@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 import redis
+from tests import nats_server
 from tests.charts.rendering import CI, named, pods, render, render_ci
 from tests.ports import free_port
 from tests.redis_server import find_server
@@ -129,6 +132,54 @@ async def test_redis_when_its_password_is_rotated_then_both_open_it(
         text = (run / "redis.conf").read_text()
         assert not any(secret in text for secret in (password, previous) if secret)
         assert (run / "redis.conf").stat().st_mode & 0o077 == 0
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+_NUMBERS = ["12-ab", "2026-11-28", "12345678", "1e5", "5k", "0x1f", "1.5"]
+_WORDS = ["true", "$HOME", "#c", 'a"b', "a\\b", "'q'", "{x}", "%s", "include", "plain"]
+
+
+@pytest.mark.parametrize("token", [*_NUMBERS, *_WORDS])
+async def test_nats_when_its_token_looks_like_configuration_then_it_opens_the_server(
+    tmp_path: Path, token: str
+):
+    """The chart's own start script, with a real server, which parses the token as configuration."""
+    spec = named(render(), "StatefulSet", "areal-nats")["spec"]["template"]["spec"]
+    (script,) = spec["containers"][0]["args"]
+    port = free_port()
+    run, binaries = tmp_path / "run", tmp_path / "bin"
+    for folder in (run, binaries):
+        folder.mkdir()
+    (binaries / "nats-server").symlink_to(nats_server.find_server())
+    for told, here in {
+        "/run/areal": str(run),
+        "--addr 0.0.0.0": "--addr 127.0.0.1",
+        "--port 4222": f"--port {port}",
+    }.items():
+        assert told in script
+        script = script.replace(told, here)
+    environment = {"PATH": f"{binaries}:{os.environ['PATH']}", "NATS_TOKEN": token}
+    process = start(script, environment, tmp_path / "log")
+
+    def opens(secret: str) -> bool:
+        connect = json.dumps({"auth_token": secret, "verbose": False}).encode()
+        with socket.create_connection(("127.0.0.1", port), 10) as spoken:
+            spoken.sendall(b"CONNECT " + connect + b"\r\nPING\r\n")
+            with spoken.makefile("rb") as heard:
+                assert heard.readline().startswith(b"INFO ")
+                return heard.readline() == b"PONG\r\n"
+
+    def listens() -> bool:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        return "Server is ready" in (tmp_path / "log").read_text()
+
+    try:
+        await until(listens, "nats")
+        assert opens(token)
+        assert not opens("another")
+        assert token not in "".join(f.read_text() for f in run.glob("*.conf"))
     finally:
         process.terminate()
         process.wait(60)
