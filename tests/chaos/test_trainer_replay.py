@@ -39,7 +39,7 @@ KILLS, STEPS = 20, 60
 def test_trainer_when_killed_20_times_then_same_batches_and_same_weights_to_the_bit(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    common = (*prefilled(tiny_model, STEPS), "noise=true", "pace_s=0.02")
+    common = (*prefilled(tiny_model, STEPS), "noise=true", "pace_s=0.1")
     with trainer_rig(tmp_path, "whole", *common, generation=False) as whole:
         expected = whole.prefill(STEPS * BATCH)
         whole.finish()
@@ -49,7 +49,7 @@ def test_trainer_when_killed_20_times_then_same_batches_and_same_weights_to_the_
     with trainer_rig(tmp_path, "killed", *common, generation=False) as killed:
         assert killed.prefill(STEPS * BATCH) == expected
         for number in range(KILLS):
-            print(f"kill {number + 1}: {killed.kill_at_random(rng, killed.trainer())}")
+            print(f"kill {number + 1}: {killed.kill_at_random(rng, STEPS)}")
         killed.finish()
         replayed = check_batches(killed, expected, STEPS)
         print(f"{replayed} steps replayed")

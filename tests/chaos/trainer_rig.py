@@ -242,16 +242,22 @@ class TrainerRig:
 
         return asyncio.run(ask())
 
-    def kill_at_random(self, rng: random.Random, trainer: TrainerProcess) -> str:
-        """Kills a trainer somewhere in its life; returns where, for people."""
+    def kill_at_random(self, rng: random.Random, last: int) -> str:
+        """A trainer's life, killed somewhere up to step `last`; returns where, for people."""
+        trainer = self.trainer(endless_step=last)
         if rng.random() < 0.25:
             delay = rng.uniform(0.0, 6.0)
             time.sleep(delay)
             where = f"{delay:.2f} s after its start"
         else:
             before, more, delay = len(self.seen()), rng.randint(1, 5), rng.uniform(0.0, 0.3)
+
+            def enough() -> bool:
+                new = self.seen()[before:]
+                return len(new) >= more or any(line["step"] == last for line in new)
+
             eventually(
-                lambda: trainer.popen.poll() is not None or len(self.seen()) >= before + more,
+                lambda: trainer.popen.poll() is not None or enough(),
                 f"{more} steps",
                 90.0,
                 lambda: self.trainer_log,

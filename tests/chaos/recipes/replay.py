@@ -33,6 +33,8 @@ class Config(GRPOConfig):
     """Let python's, numpy's and torch's generators take part in the training signal."""
     pace_s: float = 0.0
     """Sleep per step: room for a kill."""
+    endless_step: int = 0
+    """This step sleeps until it is killed, so that no run ends before its kills."""
     gradients: str = ""
 
 
@@ -104,7 +106,7 @@ def main(argv):
             batch["rewards"] = batch["rewards"] * (1 + noise**2)
         actor.compute_advantages(batch)
         actor.ppo_update(batch)
-        time.sleep(config.pace_s)
+        time.sleep(900 if step == config.endless_step else config.pace_s)
         actor.upload_weights(WeightUpdateMeta.from_disk())
     actor.engine.save(config.run_dir / "final")
     assert os.environ.get("OMP_NUM_THREADS") == "1"  # one thread: the same sums in the same order
