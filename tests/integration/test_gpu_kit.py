@@ -104,11 +104,15 @@ def test_case_when_run_in_miniature_on_a_bare_machine_then_each_try_gives_figure
         assert lines[0]["last_loss"] < lines[0]["first_loss"]
 
 
-def test_kit_when_packed_elsewhere_then_it_runs_without_this_installation(
-    kit: Path, tmp_path: Path
+def test_kit_when_packed_elsewhere_then_it_runs_without_this_installation_and_leaves_nothing(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "gpu.jsonl"
+    out, temporary = tmp_path / "gpu.jsonl", tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     lines = on_bare_machine(kit, out, "--only", "imports,head", "--budget-s", "400")
+    left = [each.name for each in temporary.iterdir() if each.name.startswith("gpu-")]
+    assert left == [], "models and checkpoints"
     assert {line["outcome"] for line in lines} == {"ok"}, lines
     assert {"omegaconf", "obstore"} <= set(lines[0]["missing"])
 

@@ -15,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -114,6 +115,8 @@ class _Worker:
         paths = [str(ROOT / "services"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         self._log = log.open("a")
         self._path = log
+        # Removed here, since a try that runs out of time is killed: a checkpoint is gigabytes.
+        self._scratch = tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True)
         self.described: dict[str, str] | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tools.gpu.worker"],
@@ -122,7 +125,11 @@ class _Worker:
             stderr=self._log,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "GPU_KIT_SCRATCH": self._scratch.name,
+            },
             start_new_session=True,
         )
         self._said: queue.Queue[Line | None] = queue.Queue()
@@ -183,6 +190,7 @@ class _Worker:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):  # an order that it never read
                 pipe.close()
+        self._scratch.cleanup()
 
 
 def _stack(log: str) -> list[str]:

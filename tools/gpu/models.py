@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -42,6 +43,11 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def scratch() -> Path:
+    """A new folder, which is removed with its worker."""
+    return Path(tempfile.mkdtemp(dir=os.environ.get("GPU_KIT_SCRATCH")))
+
+
 def make(shape: str, miniature: bool, *, layers: int = 0, positions: int = 0) -> Path:
     """A directory with config.json and a tokenizer, without weights.
 
@@ -61,7 +67,7 @@ def make(shape: str, miniature: bool, *, layers: int = 0, positions: int = 0) ->
     if "layer_types" in config:  # the last is an attention layer
         config["layer_types"] = config["layer_types"][-config["num_hidden_layers"] :]
     config["max_position_embeddings"] = max(config["max_position_embeddings"], positions)
-    directory = Path(tempfile.mkdtemp(prefix="gpu-"))
+    directory = scratch()
     save_tokenizer(directory)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -74,7 +80,7 @@ def make_tiny(architecture: str) -> Path:
         if hasattr(config, name):
             setattr(config, name, value)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[architecture]]
-    directory = Path(tempfile.mkdtemp(prefix="gpu-"))
+    directory = scratch()
     save_tokenizer(directory)
     config.save_pretrained(directory)
     return directory

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from tools.gpu.models import batch_of, engine, make, wait
+from tools.gpu.models import batch_of, engine, make, scratch, wait
 
 from areal_torch.algorithms.losses import sft_loss
 
@@ -18,7 +16,7 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
 
     An export returns, is gathered (from then on the weights may change), and then ends.
     """
-    folder = Path(tempfile.mkdtemp(prefix="gpu-checkpoint-"))
+    folder = scratch()
     seconds: dict[str, float] = {}
     sizes: list[int] = []
     try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from tools.gpu import reference
-from tools.gpu.models import batch_of, device, engine, make, make_tiny, vocabulary_of
+from tools.gpu.models import batch_of, device, engine, make, make_tiny, scratch, vocabulary_of
 
 from areal.config.training import LoraConfig, RefConfig
 from areal.errors import CapacityExceeded
@@ -103,7 +102,7 @@ def _muon(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, Any
 
 def _resume(path: Path, setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     """A step after a resume is the step that would have come."""
-    batch, folder = batch_of(_LENGTHS, 512), Path(tempfile.mkdtemp(prefix="gpu-contact-"))
+    batch, folder = batch_of(_LENGTHS, 512), scratch()
     try:
         with engine(path, lr=1e-3) as made:
             _train(made, batch)

@@ -10,14 +10,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from tools.gpu.cases import Skipped
-from tools.gpu.models import batch_of, engine, make
+from tools.gpu.models import batch_of, engine, make, scratch
 
 from areal_torch.engines.sft import train_lm
 from areal_torch.models.tiny import make_tiny_model
@@ -48,7 +47,7 @@ def measure(setting: dict[str, Any], miniature: bool) -> dict[str, Any]:
     absent = [name for name in _STACK if find_spec(name) is None]
     if absent:
         return {"stack": f"needs {absent[0]}", **_alone(steps)}
-    root = Path(tempfile.mkdtemp(prefix="gpu-stack-"))
+    root = scratch()
     keys = [*(_SMALL if miniature else ()), f"stack.inference_command={command}"]
     if torch.cuda.is_available():
         keys.append("stack.gpus_per_node=1")
