@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.integration.stack_tools import RunningStack, areal, areal_argv, environment
+from tests.integration.stack_tools import RunningStack, areal, areal_argv, environment, eventually
 
 from areal_torch.models.tiny import save_tokenizer
 
@@ -151,7 +151,8 @@ def test_check_when_interrupted_then_its_process_ends_too(
     finally:
         process.kill()
         process.wait(60)
-    assert not Path(f"/proc/{marker.read_text()}").exists()
+    left = Path(f"/proc/{marker.read_text()}")
+    eventually(lambda: not left.exists(), "the end of the recipe's process", 60.0)
 
 
 def test_check_when_it_is_the_example_then_all_its_stages_are_ok(folder: Path) -> None:

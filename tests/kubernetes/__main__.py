@@ -49,8 +49,8 @@ def parse() -> argparse.Namespace:
     add(
         "--steps",
         type=int,
-        default=1800,
-        help="train steps, enough for all stages; with less than 200 the reward is not checked",
+        default=400,
+        help="train steps, at least; with less than 200 the reward may not be checked",
     )
     add("--keep", action="store_true", help="keep the release if a stage fails")
     add(
@@ -128,7 +128,7 @@ def report(run: Run, began: float) -> str:
     rows = "\n".join(f"| {name} | {s:.0f} s | {text} |" for name, s, text in run.lines)
     notes = "\n".join(f"- {note}" for note in run.notes)
     where = f"Kubernetes {versions['serverVersion']['gitVersion']}, {os.cpu_count()} cores"
-    what, how = "", f"{run.settings.steps} steps with 1 master and 1 worker"
+    what, how = "", f"{run.last} steps with 1 master and 1 worker"
     if isinstance(run, Scarce):
         what = " ARGS=--scarce"
         how = (
