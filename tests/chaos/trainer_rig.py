@@ -191,7 +191,7 @@ class TrainerRig:
             await client.submit_tasks([Task(i, Purpose.TRAIN, spec, {}) for i in ids])
             digests: dict[str, str] = {}
             while len(digests) < count:
-                leases, reason = await client.lease_tasks("prefill", 64, 5.0)
+                leases, reason = await client.lease_tasks("prefill", 64, 60.0)
                 assert leases, f"{len(digests)} of {count} leased: {reason}"
                 for lease in leases:
                     task_id = lease.task.task_id

@@ -364,13 +364,13 @@ async def test_server_when_it_cannot_see_the_folder_then_its_sidecar_pulls(rig: 
                 version = await run(
                     lambda n=number: rig.publisher("disk").publish(rig.noisy(n), rig.announce)
                 )
-                await client.stage(version, timeout=10.0)
-                await client.load(version, flush_cache=False, timeout=10.0)
+                await client.stage(version, timeout=60.0)
+                await client.load(version, flush_cache=False, timeout=60.0)
                 assert engine.loaded[-1] == str(rig.root / "memory" / version_name(number, 1))
             lonely = HttpEngine(url, session, routes=Routes(("stream", "disk"), rig.url, 1))
-            await lonely.stage(version, timeout=10.0)  # left for the load
+            await lonely.stage(version, timeout=60.0)  # left for the load
             with pytest.raises(EngineError, match=r"disk: .*no such folder.*; stream: .*sidecar"):
-                await lonely.load(version, flush_cache=False, timeout=10.0)
+                await lonely.load(version, flush_cache=False, timeout=60.0)
     finally:
         for runner in runners:
             await runner.cleanup()

@@ -37,7 +37,7 @@ async def test_trainer_when_called_without_the_token_then_unauthenticated() -> N
                 for header in (None, WRONG):
                     metadata = [("authorization", header)] if header else None
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
-                        await channel.unary_unary(path)(b"", metadata=metadata, timeout=10)
+                        await channel.unary_unary(path)(b"", metadata=metadata, timeout=60)
                     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         for security, admitted in ((Security(token=TOKEN), True), (None, False)):
             client = TrainerClient(address, security)

@@ -332,7 +332,7 @@ def test_copy_by_hand_when_it_was_interrupted_then_only_the_whole_one_counts(
     files = model_files(200_000)
     archive, model = archive_of(tmp_path / "mine", files), tmp_path / "models" / "tiny"
     waiting = Waiting(model)
-    eventually(model.is_dir, "the folder", 10.0)
+    eventually(model.is_dir, "the folder", 60.0)
     unpack(archive[:100_000], model)
     assert not waiting.is_over(1.5), "model.safetensors is a half"
     unpack(archive, model)
@@ -348,7 +348,7 @@ def test_copy_by_hand_when_files_still_change_then_it_waits(
     """By other ways than kubectl, too: the volume may be mounted elsewhere."""
     model, files = tmp_path / "models" / "tiny", model_files()
     waiting = Waiting(model)
-    eventually(model.is_dir, "the folder", 10.0)
+    eventually(model.is_dir, "the folder", 60.0)
     folder = place(model)
     folder.mkdir(exist_ok=True)
     for name, content in files.items():

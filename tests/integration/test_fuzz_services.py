@@ -177,7 +177,7 @@ def test_gateway_when_fuzzed_then_no_server_error_and_it_stays_as_it_was(
     problems += [fuzz_route(url, method, "/static/..%2f", None, 2) for method in METHODS]
     problems.append(fuzz_socket(url, SHORT))
     for after in ("-1", "x", "0", str(2**63), str(10**400), "\x00", ""):
-        with httpx.stream("GET", f"{url}{stream}", params={"after": after}, timeout=5) as answer:
+        with httpx.stream("GET", f"{url}{stream}", params={"after": after}, timeout=60) as answer:
             if answer.status_code >= 500:
                 problems.append(f"GET {stream}?after={after!r:.40}: HTTP {answer.status_code}")
     too_large = b'{"tasks": [' + b" " * (33 * 1024 * 1024)

@@ -107,7 +107,7 @@ async def test_daemon_when_its_worker_ends_then_it_ends_too(tmp_path: Path, daem
         assert isinstance(crashed, ScoreFailure)
         assert crashed.error is ScoreError.CRASH
         await until(daemon.left, "the daemon", 30.0)
-        await until(lambda: not daemon.lives(), "the end of the daemon", 10.0)
+        await until(lambda: not daemon.lives(), "the end of the daemon", 60.0)
         # The other workers are not taken for one.
         assert await client.score("honest", DIGEST, {}, [ScoreItem("p", "x")]) == [0.5]
         assert psutil.pid_exists(service.pid)

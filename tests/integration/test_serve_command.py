@@ -59,7 +59,7 @@ def serving(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
     process.wait(30)
-    serving.reader.join(10)
+    serving.reader.join(60)
     assert process.stdout is not None
     process.stdout.close()
 

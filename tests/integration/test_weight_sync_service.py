@@ -80,7 +80,7 @@ async def test_updates_when_requests_run_then_none_is_aborted_and_tokens_carry_v
             "areal." + rig.namespace.replace("/", ".") + ".>", ordered_consumer=True
         )
         seen = set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             async for message in subscription.messages:
                 body = json.loads(message.data)
                 if message.subject.endswith(".versions"):

@@ -48,7 +48,7 @@ async def socket(tmp_path: Path):
 async def test_ask_when_the_path_is_long_then_what_is_said_and_the_last_word_come(socket):
     file, _, _ = socket
     said: list[str] = []
-    assert await ask(file, {"do": "work"}, said.append, timeout=10) == "work done"
+    assert await ask(file, {"do": "work"}, said.append, timeout=60) == "work done"
     assert said == ["work begins"]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
@@ -56,16 +56,16 @@ async def test_ask_when_the_path_is_long_then_what_is_said_and_the_last_word_com
 async def test_ask_when_refused_or_failed_then_the_error_says_which(socket):
     file, _, _ = socket
     with pytest.raises(InvalidInput, match="count 0"):
-        await ask(file, {"do": "refuse"}, print, timeout=10)
+        await ask(file, {"do": "refuse"}, print, timeout=60)
     with pytest.raises(ArealError, match="did not come up") as caught:
-        await ask(file, {"do": "fail"}, print, timeout=10)
+        await ask(file, {"do": "fail"}, print, timeout=60)
     assert not isinstance(caught.value, InvalidInput)
 
 
 async def test_request_when_malformed_then_refused(socket):
     file, _, _ = socket
     with pytest.raises(InvalidInput, match="expected a JSON object"):
-        await ask(file, ["no object"], print, timeout=10)
+        await ask(file, ["no object"], print, timeout=60)
 
 
 async def test_client_when_it_goes_away_then_what_it_asked_for_goes_on(socket):
@@ -73,7 +73,7 @@ async def test_client_when_it_goes_away_then_what_it_asked_for_goes_on(socket):
     with pytest.raises(WaitTimeout, match="launcher"):
         await ask(file, {"do": "wait"}, print, timeout=0.2)
     handler.gate.set()
-    assert await ask(file, {"do": "work"}, print, timeout=10) == "work done"
+    assert await ask(file, {"do": "work"}, print, timeout=60) == "work done"
     assert handler.finished == ["wait", "work"], "one after the other"
 
 
@@ -98,5 +98,5 @@ async def test_open_when_a_dead_launcher_left_its_socket_then_taken_over(tmp_pat
     file.touch()
     control = ControlSocket(file, Handler())
     await control.open()
-    assert await ask(file, {"do": "work"}, print, timeout=10) == "work done"
+    assert await ask(file, {"do": "work"}, print, timeout=60) == "work done"
     await control.close()

@@ -192,7 +192,7 @@ async def test_pool_when_a_worker_has_had_another_recipe_then_ended_and_replaced
             spec = pb.RewardSpec(name="f", recipe_digest=digest)
             item = pb.ScoreItem(completion="1")
             recipe = ("recipe.py", b"") if digest else None
-            (result,) = await asyncio.wait_for(rig.pool.score(spec, [item], recipe), 10)
+            (result,) = await asyncio.wait_for(rig.pool.score(spec, [item], recipe), 60)
             assert result.reward == 1.0
             assert len(rig.workers) == workers, digest
         assert [worker.killed for worker in rig.workers] == [True, False]

@@ -44,17 +44,17 @@ async def test_status_when_far_behind_then_rows_come_in_pages_from_the_oldest() 
 
 async def test_status_when_a_step_ends_then_the_waiting_call_returns_with_it() -> None:
     status = started()
-    waiting = asyncio.create_task(ask(status, after_step=0, wait_s=20))
+    waiting = asyncio.create_task(ask(status, after_step=0, wait_s=100))
     await asyncio.sleep(0)
     await asyncio.to_thread(status.finished_step, 1, {"step": 1})
-    reply = await asyncio.wait_for(waiting, timeout=15)
+    reply = await asyncio.wait_for(waiting, timeout=60)
     assert [row.step for row in reply.rows] == [1]
 
 
 async def test_status_when_the_recipe_failed_then_the_cause_is_told_without_waiting() -> None:
     status = started()
     status.ended("ValueError: no")
-    reply = await asyncio.wait_for(ask(status, after_step=0, wait_s=20), timeout=15)
+    reply = await asyncio.wait_for(ask(status, after_step=0, wait_s=100), timeout=60)
     assert reply.state == pb.TRAINER_STATE_FAILED
     assert reply.detail == "ValueError: no"
 
