@@ -104,7 +104,7 @@ class Http:
         """Again while refused: to SGLang a request runs for a step more than its answer needs."""
         folder = str(self.engine.folders[version])
         body = {"model_path": folder, "weight_version": str(version)}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await self.post("/update_weights_from_disk", body))[0] != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 

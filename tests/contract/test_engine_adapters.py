@@ -209,7 +209,7 @@ class World:
     async def check(self, url: str, version: PolicyVersion) -> None:
         """A server computes what the trainer does with the version's adapter."""
         ids = [7 * n % 131 for n in range(1, 30)]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 # The update's last step aborts what runs, this too.
                 with contextlib.suppress(EngineError):
@@ -355,7 +355,7 @@ async def test_adapter_when_a_request_runs_with_it_then_unloading_leaves_the_req
                 return http.status, await http.json()
 
         running = asyncio.create_task(generate())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not await engine.running():  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(0.005)
         with contextlib.suppress(asyncio.CancelledError):

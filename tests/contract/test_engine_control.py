@@ -175,7 +175,7 @@ async def test_pause_when_a_request_comes_then_it_waits_for_continue(http: Http,
 
 async def test_control_when_paused_in_place_then_answers_at_once(http: Http):
     """Weight-sync asks all of this inside the pause."""
-    async with generating(http) as tasks, asyncio.timeout(20):
+    async with generating(http) as tasks, asyncio.timeout(60):
         await http.pause("in_place")
         await http.update(1, flush_cache=False)
         assert await http.version() == "1"

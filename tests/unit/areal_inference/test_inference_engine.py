@@ -81,7 +81,7 @@ def request(rid: str, new: int = 3, *, stream: bool = False) -> Request:
 
 
 async def finished(item: Request) -> Request:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await item.woken.wait()
     assert item.finish is not None
     return item

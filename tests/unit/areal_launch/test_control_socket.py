@@ -80,8 +80,8 @@ async def test_client_when_it_goes_away_then_what_it_asked_for_goes_on(socket):
 async def test_ask_when_the_stack_ends_meanwhile_then_it_says_so(socket):
     file, _, control = socket
     begun = asyncio.Event()
-    asking = asyncio.create_task(ask(file, {"do": "wait"}, lambda _: begun.set(), timeout=30))
-    async with asyncio.timeout(20):
+    asking = asyncio.create_task(ask(file, {"do": "wait"}, lambda _: begun.set(), timeout=100))
+    async with asyncio.timeout(60):
         await begun.wait()
     await control.close()
     with pytest.raises(Unavailable, match="stopped before it answered"):

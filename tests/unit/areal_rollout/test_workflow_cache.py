@@ -94,5 +94,5 @@ async def test_cache_when_a_recipe_loads_then_the_loop_is_not_blocked():
     while not task.done():
         await asyncio.sleep(0.01)
         ticks += 1
-    assert ticks > 10
+    assert ticks > 3, "blocked, it would be one"
     assert f"areal_recipe_{digest[:16]}" in sys.modules

@@ -25,7 +25,7 @@ async def test_turn_when_ended_then_the_next_goes_and_ending_twice_frees_one() -
 async def test_turn_when_it_is_never_ended_then_it_ends_by_itself() -> None:
     pace = Pace(1, longest_s=0.02)
     end = await pace.turn()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         (await pace.turn())()
     end()  # late: frees nothing
     await pace.turn()

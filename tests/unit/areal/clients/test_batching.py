@@ -190,7 +190,7 @@ async def test_offer_when_no_message_can_hold_it_then_refused_by_name_at_once(
     monkeypatch.setattr(worker, "_MAX_PART_BYTES", 100)
     client = BufferClient("127.0.0.1:1")  # no one is asked
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(InvalidInput, match=r"group 'big' has \d+ bytes: at most 100"):
                 await client.complete_task("big", 1, make_group("big", length=500), "w")
             with pytest.raises(InvalidInput, match="journal of task 'big' has 101 bytes"):
