@@ -335,6 +335,8 @@ def refuse_taken(name: object, who: str) -> None:
     """Raises InvalidInput for a number that cannot be in a step's row under this name."""
     if not isinstance(name, str) or not name:
         raise InvalidInput(f"{who}: name {name!r}: expected a name, such as 'my/number'")
+    if not name.isprintable():  # nor a lone surrogate, which no file can hold
+        raise InvalidInput(f"{who}: name {name!r}: expected printable characters")
     taken = {metric.name for section in METRICS.values() for metric in section}
     if name in taken | set(NAMES):
         raise InvalidInput(
@@ -367,5 +369,8 @@ def plain_numbers(numbers: object, who: str) -> dict[str, float]:
             shape = getattr(value, "shape", None)
             got = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
             raise InvalidInput(f"{who}: {name!r}: expected a number, got {got}")
+        if isinstance(single, int) and not -(2**63) <= single < 2**63:
+            bits = single.bit_length()
+            raise InvalidInput(f"{who}: {name!r}: expected a number of 64 bits, got one of {bits}")
         found[name] = single
     return found

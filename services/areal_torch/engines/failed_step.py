@@ -12,6 +12,7 @@ again, rank by rank, with the weights in DIRECTORY, and says what is not finite.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from areal.config.training import PPOActorConfig, RefConfig, TrainEngineConfig
 from areal.errors import InvalidInput, TrainingDiverged
-from areal.recipe import find_function, load_recipe, source_of
+from areal.recipe import find_function, load_recipe, reference, source_of
 from areal.runs.run_files import write_atomically
 from areal_torch.algorithms import losses
 from areal_torch.algorithms.packing import Batch, check_batch
@@ -187,9 +188,13 @@ def describe_loss(actor: PPOActor, loss: Callable[..., Any] | None = None) -> di
     formula = actor.loss if loss is None else Formula(loss, "loss")
     if formula is actor.builtin_loss:
         return None
-    recipe = source_of(formula.plain)
+    plain = formula.plain
+    recipe = source_of(plain)
+    of = getattr(plain, "__self__", None)
+    found_again = hasattr(plain, "__qualname__") and (of is None or inspect.isclass(of))
     return {
-        "name": formula.plain.__qualname__,
+        "name": reference(plain) if found_again else f"<{type(of or plain).__qualname__} object>",
+        "arguments": getattr(formula.function, "args", ()),
         "constants": getattr(formula.function, "keywords", {}),
         "file": "" if recipe is None else recipe.file_name,
         "source": b"" if recipe is None else recipe.source,
@@ -207,7 +212,7 @@ def _own_loss(folder: Path, said: Mapping[str, Any]) -> Callable[..., Any]:
             f"{str(folder)!r}: the loss {name} of {said['file']}: expected one at the top level of "
             "the recipe, which can be found again"
         )
-    return partial(find_function(module, name), **said["constants"])
+    return partial(find_function(module, name), *said.get("arguments", ()), **said["constants"])
 
 
 def replay(folder: Path, model: Path) -> list[str]:

@@ -126,9 +126,16 @@ class Formula:
                 continue
             if each.name in self._constants:
                 value = self._constants[each.name]
+                if each.name in offered:
+                    raise InvalidInput(
+                        f"{self}: parameter {each.name!r}: the batch has this key, and the "
+                        f"configuration sets it to {value!r}: expected another name for one of them"
+                    )
             elif each.name in offered:
                 value = offered[each.name]
             elif each.default is not kinds.empty:
+                if each.kind is kinds.POSITIONAL_ONLY:  # those after it keep their places
+                    arguments.append(each.default)
                 continue
             else:
                 raise InvalidInput(
@@ -225,10 +232,10 @@ class Formula:
         if len(each) != len(mask):
             each = each[sequence_index(batch["cu_seqlens"])]
         each = torch.where(mask, each, 0.0)
-        bad = ~torch.isfinite(each)
+        bad = ~torch.isfinite(each.float())  # as which they go on
         if bool(bad.any()) and bool(torch.isfinite(batch["rewards"]).all()):
             raise WorkflowError(
                 f"{self}: returned {float(each[bad][0])} for {int(bad.sum())} of "
-                f"{int(mask.sum())} loss tokens: expected finite numbers"
+                f"{int(mask.sum())} loss tokens: expected finite float32 numbers"
             )
         return each

@@ -207,6 +207,12 @@ class PPOActor:
         config = self.config
         if "advantages" not in batch:
             raise InvalidInput("batch has no 'advantages': expected compute_advantages() first")
+        for name in ("policy_logprobs", "entropies"):
+            if name in batch:
+                raise InvalidInput(
+                    f"batch[{name!r}]: a loss gets the policy's own under this name: expected "
+                    "another name"
+                )
         if config.kl_loss_ctl != 0.0:
             _need_reference(batch, f"kl_loss_ctl={config.kl_loss_ctl}")
         stats = self.describe(batch)

@@ -244,11 +244,12 @@ class FSDPPPOActor:
 
         Args:
             numbers: By name, such as `{"my/share_of_tools": 0.5}`. Of several ranks, the numbers
-                of rank 0 count; `actor.engine.reduce_stats` adds them up over all ranks.
+                of rank 0 count; `actor.engine.reduce_stats` adds them up over all ranks. NaN and
+                infinities are null in metrics.jsonl.
 
         Raises:
-            InvalidInput: No step is in progress, a name is that of a metric of every step, or a
-                value is not a number.
+            InvalidInput: No step is in progress, a name is in the row already (metrics of every
+                step, statistics of the loss), or a value is not a number of 64 bits.
         """
         self.session.note(numbers)
 
@@ -339,6 +340,11 @@ class FSDPPPOActor:
         self.engine.taken = []
         del stats["staleness"]  # of trajectories: the batch has that of groups
         metrics = named(stats)
+        if taken := self.session.noted & metrics.keys():
+            raise InvalidInput(
+                f"statistic {min(taken)!r}: the recipe records a number of this name: expected "
+                "another name for one of them"
+            )
         self.session.row.update(metrics)
         self.session.row["time/train"] = time.monotonic() - start
         return metrics

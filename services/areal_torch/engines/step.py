@@ -313,6 +313,11 @@ class TrainStep:
         assert config is not None
         lr = config.learning_rate(self.steps_taken, self._total_train_steps)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if not parameters:
+            raise InvalidInput(
+                "the loss has a gradient, but not by the model's weights: expected a function of "
+                "policy_logprobs that are not detached"
+            )
         norm = gradients.total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm / max(weight, 1.0)
         if weight > 0:

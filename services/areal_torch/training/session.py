@@ -98,6 +98,8 @@ class TrainerSession(Ranks):
 
     only_evaluates = False
     """Whether the recipe ends when it asks for a batch (`areal eval`)."""
+    noted: frozenset[str] = frozenset()
+    """Names in the row of the step in progress that the recipe has recorded."""
 
     def __init__(self, config: GRPOConfig, *, rank: int = 0, world_size: int = 1) -> None:
         """Connects lazily; `open()` registers.
@@ -409,6 +411,7 @@ class TrainerSession(Ranks):
             self.before_first_step = None
         self._step_started = time.monotonic()
         self.row = {"step": self.step + 1, "incarnation": self.incarnation}
+        self.noted = frozenset()
         self._batch, self.advantages = [], None
         self.status.waiting(f"batch of step {self.step + 1}")
         self.trace.begin(self.step + 1)
@@ -514,7 +517,14 @@ class TrainerSession(Ranks):
                 f"{who}: no step has a batch: expected a call between prepare_batch and "
                 "upload_weights, whose row it is for"
             )
-        self.row.update(plain_numbers(numbers, who))
+        found = plain_numbers(numbers, who)
+        if taken := found.keys() & (self.row.keys() - self.noted):
+            raise errors.InvalidInput(
+                f"{who}: {min(taken)!r} is in the step's row already, as a statistic of the loss "
+                "or of the batch: expected another name"
+            )
+        self.noted = self.noted.union(found)
+        self.row.update(found)
 
     def check_batch(self) -> None:
         """Raises InvalidInput at the end of a step that has no batch."""

@@ -15,6 +15,7 @@ from areal.errors import ConfigError, InvalidInput, TrainingDiverged, WorkflowEr
 from areal.recipe import forget_recipe, load_recipe
 from areal_torch.algorithms import losses, packing
 from areal_torch.engines import failed_step
+from areal_torch.engines.formulas import Formula
 from areal_torch.engines.fsdp import FSDPEngine
 from areal_torch.engines.model.heads import LogprobHead
 from areal_torch.engines.ppo import PPOActor
@@ -192,6 +193,41 @@ def test_loss_when_the_recipe_adds_keys_and_a_head_then_gets_them(make_actor):
             packing.check_batch({**batch, key: wrong})
 
 
+def test_loss_when_a_positional_only_parameter_has_a_default_then_the_others_keep_their_places():
+    def wall(policy_logprobs, tau=0.5, proximal_logprobs=None, advantages=None, /):
+        return policy_logprobs, tau, proximal_logprobs, advantages
+
+    offered = {"advantages": 3.0, "policy_logprobs": 1.0, "proximal_logprobs": 2.0}
+    assert Formula(wall, "loss")(offered) == (1.0, 0.5, 2.0, 3.0)
+    assert Formula(partial(wall, 7.0), "loss")(offered) == (7.0, 0.5, 2.0, 3.0)
+
+
+def test_ppo_update_when_the_batch_has_a_name_that_the_loss_gets_elsewhere_then_refused(make_actor):
+    def clipped(policy_logprobs, eps_clip):
+        return -policy_logprobs * eps_clip
+
+    actor = make_actor(loss=clipped)
+    batch = make_batch()
+    actor.compute_advantages(batch)
+    batch["eps_clip"] = torch.ones(len(batch["input_ids"]))
+    with pytest.raises(InvalidInput, match=r"clipped \(.*'eps_clip': the batch has this key"):
+        actor.ppo_update(batch)
+    del batch["eps_clip"]
+    batch["entropies"] = torch.ones(len(batch["input_ids"]))
+    with pytest.raises(InvalidInput, match=r"batch\['entropies'\]: a loss gets the policy's own"):
+        actor.ppo_update(batch)
+
+
+def test_ppo_update_when_the_loss_does_not_reach_the_model_then_refused_in_one_line(make_actor):
+    tau = torch.nn.Parameter(torch.ones(()))
+    actor = make_actor(loss=lambda advantages: -advantages * tau)
+    batch = make_batch()
+    actor.compute_advantages(batch)
+    with pytest.raises(InvalidInput, match="a gradient, but not by the model's weights"):
+        actor.ppo_update(batch)
+    actor.ppo_update(batch, lambda policy_logprobs: -policy_logprobs)  # nothing is left of it
+
+
 # -- losses that cannot be used -----------------------------------------------------------------
 
 
@@ -272,6 +308,7 @@ def test_loss_when_it_cannot_be_used_then_one_line_names_its_file_and_line(loss)
     ("function", "said"),
     [
         (lambda rewards: rewards / 0.0 * 0.0, "returned nan for"),
+        (lambda rewards: rewards.double() * 0 + 1e300, "returned 1e\\+300 for"),
         (lambda rewards: rewards[:3], "returned shape \\(3,\\): expected \\[15\\]"),
         (lambda rewards: rewards.tolist(), "returned list"),
         (lambda rewards: rewards.nothing, "AttributeError.*nothing"),
@@ -331,6 +368,50 @@ def test_ppo_update_when_an_own_loss_is_not_finite_then_named_kept_and_taken_aga
     info.write_text(info.read_text().replace("Infinity", "1.0"))
     (said,) = failed_step.replay(tmp_path / "failed_step_1", model_dir)
     assert "finite here" in said
+
+
+HELPER = """
+class Wall:
+    def __call__(self, policy_logprobs):
+        return policy_logprobs * float("nan")
+
+    def bound(self, policy_logprobs):
+        return policy_logprobs * float("nan")
+
+def pulled(scale, policy_logprobs):
+    return policy_logprobs * scale
+"""
+
+
+def kept_failure(make_actor, folder, loss):
+    actor = make_actor(loss=loss, optimizer=OptimizerConfig(max_skipped_steps=1))
+    batch = make_batch(groups=3)
+    actor.compute_advantages(batch)
+    with pytest.raises(TrainingDiverged) as caught:
+        actor.ppo_update(batch)
+    settings = failed_step.settings_of(actor.config, 1.0, failed_step.describe_loss(actor))
+    failed_step.keep(caught.value, Session(folder), actor=settings)
+    return folder / "failed_step_1"
+
+
+def test_ppo_update_when_a_loss_of_a_helper_module_is_not_finite_then_taken_again(
+    make_actor, tmp_path, model_dir
+):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "recipe.py").write_text("from .walls import pulled, Wall\ndef main(argv): pass\n")
+    (mine / "walls.py").write_text(HELPER)
+    recipe = load_recipe(recipe_folder.pack(mine), "mine")
+    try:
+        loss = partial(recipe.pulled, math.inf)
+        (said,) = failed_step.replay(kept_failure(make_actor, tmp_path / "a", loss), model_dir)
+        assert "the loss is" in said
+        for number, loss in enumerate((recipe.Wall(), recipe.Wall().bound)):
+            folder = kept_failure(make_actor, tmp_path / str(number), loss)
+            with pytest.raises(InvalidInput, match=r"<Wall object> .*at the top level"):
+                failed_step.replay(folder, model_dir)
+    finally:
+        forget_recipe(recipe)
 
 
 class Session:

@@ -168,6 +168,10 @@ def test_record_when_a_step_is_in_progress_then_its_row_has_the_numbers(session)
         ({"loss": 1.0}, "'loss' is a metric of every step"),
         ({"my/x": "1"}, "'my/x': expected a number, got str"),
         ({"my/x": np.ones(3)}, r"'my/x': expected a number, got shape \(3,\)"),
+        ({"my/x": 10**20}, "'my/x': expected a number of 64 bits, got one of 67"),
+        ({"my/caf\udce9": 1.0}, r"name 'my/caf\\udce9': expected printable characters"),
+        ({"a\nb": 1.0}, r"name 'a\\nb': expected printable characters"),
+        ({"reward/format": 1.0}, "'reward/format' is in the step's row already"),
         ({"": 1.0}, "name '': expected a name"),
         ({3: 1.0}, "name 3: expected a name"),
         ([1.0], "list: expected a dict"),
@@ -180,5 +184,6 @@ def test_record_when_it_cannot_be_in_a_row_then_one_line_names_the_place(
     with pytest.raises(InvalidInput, match=r"^mine/x\.py:5: record: no step has a batch"):
         module.record(session, {"my/x": 1.0})
     load_recipe(RECIPE, "mine/x.py").take(session)
+    session.row["reward/format"] = 0.5  # a part of the batch's reward
     with pytest.raises(InvalidInput, match=rf"^mine/x\.py:5: record: {said}"):
         module.record(session, numbers)
