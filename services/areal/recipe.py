@@ -103,14 +103,14 @@ def _load_folder(recipe: Recipe) -> ModuleType:
     shown = recipe.file_name
     if shown.endswith(".py"):  # a packed file, as Kubernetes mounts it
         shown = str(Path(shown).parent)
-    folder = recipe_folder.unpack(recipe.source, recipe.digest)
-    files = recipe_folder.Files(package, folder, shown, (_ATTRIBUTE, recipe))
+    copy = recipe_folder.unpack(recipe.source, recipe.digest)
+    files = recipe_folder.Files(package, copy, shown, (_ATTRIBUTE, recipe))
     files.install()
     try:
         return importlib.import_module(f"{package}.recipe")
     except (Exception, SystemExit) as error:
         recipe_folder.forget(package)
-        beside = [each.stem for each in folder.glob("*.py")]
+        beside = [each.stem for each in copy.path.glob("*.py")]
         if isinstance(error, ModuleNotFoundError) and error.name in beside:
             error.msg = f"{error.msg} (a file of the recipe: from . import {error.name})"
         raise _top_level_error(error, shown, str(Path(shown) / recipe_folder.ENTRY)) from None

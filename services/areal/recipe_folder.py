@@ -2,7 +2,7 @@
 
     folder ── pack ──> recipe.py, and the zip of the other files as comments at its end ──> workers
                                                                                               |
-    module areal_recipe_DIGEST.recipe <── Files (imports) <── a private copy on disk <── unpack
+    module areal_recipe_DIGEST.recipe <── Files (imports) <── this process's copy <── unpack
 
 So the source stays one Python text with one digest, wherever a single file is accepted. A recipe's
 own modules are a package: `from .helpers import score`. `import helpers` never finds them, so no
@@ -12,6 +12,8 @@ name of theirs can hide, or be hidden by, a module of Python or of a package.
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -104,8 +106,43 @@ def is_packed(source: bytes) -> bool:
     return _MARK in source
 
 
-def unpack(source: bytes, digest: str) -> Path:
-    """Returns a folder with the files of a packed source, private to this user.
+class Copy:
+    """A folder of this process with a recipe's files; locked while the object lives.
+
+    Each load has one of its own: another process, or a cleaner of /tmp, cannot change what a
+    process imports and reads, and what its recipe writes there reaches no other process.
+    """
+
+    def __init__(self, root: Path, digest: str) -> None:
+        """Creates an empty folder, after removing those of processes that have ended."""
+        for each in root.glob("*-*"):
+            _remove_unlocked(each)
+        fresh = Path(tempfile.mkdtemp(dir=root))
+        self._lock = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY)
+        # A forked child has the lock, too; systemd-tmpfiles leaves a locked folder alone. A file
+        # system without locks raises an error here and below, so that no copy is removed there.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        # Only from here on it has a name that others remove when it is not locked.
+        self.path = fresh.rename(root / f"{digest[:16]}-{fresh.name}")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
+            os.close(self._lock)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # in use, or another process was faster
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def unpack(source: bytes, digest: str) -> Copy:
+    """Returns a folder with the files of a packed source, private to this process.
 
     Raises:
         InvalidInput: What is packed is damaged, too large, or would be written elsewhere.
@@ -117,31 +154,16 @@ def unpack(source: bytes, digest: str) -> Path:
         state = root.lstat()
         if state.st_uid != os.getuid() or state.st_mode & 0o077 or root.is_symlink():
             raise InvalidInput(f"{str(root)!r}: expected a folder that only this user can write")
-        target = root / digest[:32]
-        if not (target / ENTRY).is_file():
-            _unpack_once(source, root, target)
+        copy = Copy(root, digest)
+        try:
+            _extract(source.partition(_MARK)[2], copy.path)
+            if not (copy.path / ENTRY).is_file():
+                raise ValueError(f"it has no {ENTRY}")
+        except _DAMAGED as error:
+            raise InvalidInput(f"recipe {digest[:16]}: its folder is damaged: {error}") from None
     except OSError as error:  # no room, say: of this machine, not of the recipe
         raise Unavailable(f"recipe {digest[:16]}: its folder cannot be unpacked: {error}") from None
-    return target
-
-
-def _unpack_once(source: bytes, root: Path, target: Path) -> None:
-    fresh = Path(tempfile.mkdtemp(dir=root))
-    try:
-        _extract(source.partition(_MARK)[2], fresh)
-        if not (fresh / ENTRY).is_file():
-            raise ValueError(f"it has no {ENTRY}")
-        fresh.replace(target)
-    except _DAMAGED as error:
-        if not (target / ENTRY).is_file():
-            raise InvalidInput(
-                f"recipe {target.name[:16]}: its folder is damaged: {error}"
-            ) from None
-    except OSError:
-        if not (target / ENTRY).is_file():  # else another process was faster
-            raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    return copy
 
 
 def forget(package: str) -> None:
@@ -179,32 +201,33 @@ class Files(importlib.abc.MetaPathFinder):
     `__file__` is the copy, next to which data files are.
     """
 
-    def __init__(self, package: str, folder: Path, shown: str, mark: tuple[str, object]) -> None:
+    def __init__(self, package: str, copy: Copy, shown: str, mark: tuple[str, object]) -> None:
         """`shown` is the author's name of the folder, `mark` an attribute of each module."""
-        self.package, self._folder, self._shown, self._mark = package, folder, shown, mark
+        self.package, self._shown, self.mark = package, shown, mark
+        self._copy = copy  # each module's loader has this finder, so the copy lives as long
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self.package and not name.startswith(self.package + "."):
             return None
-        place = self._folder.joinpath(*name.split(".")[1:])
+        place = self._copy.path.joinpath(*name.split(".")[1:])
         if place.is_dir():
             file = place / "__init__.py"
             if not file.is_file():  # a folder of modules, as in Python
-                spec = importlib.machinery.ModuleSpec(name, _Empty(self._mark), is_package=True)
+                spec = importlib.machinery.ModuleSpec(name, _Empty(self), is_package=True)
                 spec.submodule_search_locations = [str(place)]
                 return spec
         else:
             file = place.with_name(f"{place.name}.py")
         if not file.is_file():
             return None
-        shown = str(Path(self._shown) / file.relative_to(self._folder))
+        shown = str(Path(self._shown) / file.relative_to(self._copy.path))
         packages = [str(place)] if place.is_dir() else None
         return importlib.util.spec_from_file_location(
             name,
             file,
-            loader=_Source(name, str(file), shown, self._mark),
+            loader=_Source(name, str(file), shown, self),
             submodule_search_locations=packages,
         )
 
@@ -215,17 +238,17 @@ class Files(importlib.abc.MetaPathFinder):
 
 
 class _Empty(importlib.abc.Loader):
-    def __init__(self, mark: tuple[str, object]) -> None:
-        self._mark = mark
+    def __init__(self, files: Files) -> None:
+        self._files = files
 
     def exec_module(self, module: ModuleType) -> None:
-        setattr(module, *self._mark)
+        setattr(module, *self._files.mark)
 
 
 class _Source(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, file: str, shown: str, mark: tuple[str, object]) -> None:
+    def __init__(self, name: str, file: str, shown: str, files: Files) -> None:
         super().__init__(name, file)
-        self._shown, self._mark = shown, mark
+        self._shown, self._files = shown, files
 
     def get_code(self, fullname: str) -> CodeType:
         """Compiles under the name that the author knows; writes no bytecode."""
@@ -238,5 +261,5 @@ class _Source(importlib.machinery.SourceFileLoader):
         return code
 
     def exec_module(self, module: ModuleType) -> None:
-        setattr(module, *self._mark)
+        setattr(module, *self._files.mark)
         super().exec_module(module)

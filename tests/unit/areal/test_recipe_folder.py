@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import os
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -253,3 +254,40 @@ def test_two_folders_when_their_helpers_have_one_name_then_each_has_its_own(tmp_
         recipe = Recipe.read(folder)
         modules.append(load_recipe(recipe.source, recipe.file_name))
     assert [module.main([])[1] for module in modules] == ["one", "two"]
+
+
+def test_load_when_another_process_changed_its_copy_then_the_files_are_the_digests(
+    tmp_path,
+) -> None:
+    recipe = Recipe.read(written(tmp_path / "mine"))
+    first = load_recipe(recipe.source, recipe.file_name)
+    copy = Path(first.__file__).parent
+    (copy / "json.py").write_text("NAME = 'poisoned'\n")
+    (copy / "prompts" / "system.txt").unlink()
+    second = load_recipe(recipe.source, recipe.file_name)
+    assert second.main([]) == ("Add.", "mine")
+    # And the other way round: the first one's files stay as it has left them.
+    assert (copy / "json.py").read_text() == "NAME = 'poisoned'\n"
+
+
+def test_copy_when_its_process_has_ended_then_the_next_load_removes_it(tmp_path) -> None:
+    recipe = Recipe.read(written(tmp_path / "mine"))
+    code = (
+        "import sys; from pathlib import Path; from areal.recipe import *; import tempfile\n"
+        "tempfile.gettempdir = lambda: sys.argv[2]\n"
+        "recipe = Recipe.read(Path(sys.argv[1]))\n"
+        "print(load_recipe(recipe.source, recipe.file_name).__file__, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "mine"), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        theirs = Path(process.stdout.readline().decode().strip())
+        assert theirs.is_file()
+        ours = Path(load_recipe(recipe.source, recipe.file_name).__file__)
+        assert theirs.is_file()
+        process.kill()
+    again = Path(load_recipe(recipe.source, recipe.file_name).__file__)
+    assert not theirs.parent.exists()
+    assert again.is_file()
+    assert ours != again
