@@ -47,8 +47,11 @@ class Recipe:
         """Reads a file, or packs a folder (`areal.recipe_folder`).
 
         Raises:
-            InvalidInput: There is none (with the nearest name beside it), or it cannot be packed.
+            InvalidInput: There is none (with the nearest name beside it), or it cannot be packed,
+                or its path is not UTF-8.
         """
+        if not recipe_folder.is_utf8(str(path.absolute())):  # it is written into UTF-8 files
+            raise InvalidInput(f"recipe {str(path.absolute())!r}: expected a path in UTF-8")
         if path.is_dir():
             return cls(str(path), recipe_folder.pack(path))
         try:
@@ -129,6 +132,8 @@ def _top_level_error(error: BaseException, own: str, entry: str) -> InvalidInput
     if isinstance(error, SyntaxError):
         where, said = f"{error.filename}:{error.lineno or 1}", error.msg
     hint = ""
+    if "no known parent package" in said and Path(own).name == recipe_folder.ENTRY:
+        hint = f" (expected the folder: {str(Path(own).parent)!r})"
     if isinstance(error, ModuleNotFoundError):
         said = f"{type(error).__name__}: {error.msg}"
         if error.name == "torch":

@@ -50,7 +50,8 @@ def pack(folder: Path) -> bytes:
     Left out are hidden files, `__pycache__` and `runs`.
 
     Raises:
-        InvalidInput: The folder has no recipe.py, a symbolic link, or too much in it.
+        InvalidInput: The folder has no recipe.py, a symbolic link, a name that cannot be packed, or
+            too much in it.
     """
     try:
         entry = (folder / ENTRY).read_bytes()
@@ -61,6 +62,11 @@ def pack(folder: Path) -> bytes:
     if _MARK in entry:
         raise InvalidInput(
             f"recipe {str(folder)!r}: {ENTRY} is packed already: expected its source"
+        )
+    if (folder / "recipe" / "__init__.py").exists():  # Python would import the package
+        raise InvalidInput(
+            f"recipe {str(folder)!r}: {ENTRY} and recipe/__init__.py: expected only one of them, "
+            f"{ENTRY}"
         )
     files = sorted(_files(folder))
     buffer, size = io.BytesIO(), 0
@@ -94,11 +100,25 @@ def _files(folder: Path) -> list[Path]:
             continue
         if each.is_symlink():
             raise InvalidInput(f"recipe {str(each)!r}: a symbolic link: expected a file or folder")
+        if not is_utf8(each.name) or "\\" in each.name:
+            raise InvalidInput(
+                f"recipe {str(each)!r}: its name cannot be packed: expected a name in UTF-8, "
+                "without a backslash"
+            )
         if each.is_dir():
             found += _files(each)
         elif each.is_file():
             found.append(each)
     return found
+
+
+def is_utf8(path: str) -> bool:
+    """Whether the bytes of a file's name or path are UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_packed(source: bytes) -> bool:
@@ -212,18 +232,18 @@ class Files(importlib.abc.MetaPathFinder):
         if name != self.package and not name.startswith(self.package + "."):
             return None
         place = self._copy.path.joinpath(*name.split(".")[1:])
-        if place.is_dir():
-            file = place / "__init__.py"
-            if not file.is_file():  # a folder of modules, as in Python
-                spec = importlib.machinery.ModuleSpec(name, _Empty(self), is_package=True)
-                spec.submodule_search_locations = [str(place)]
-                return spec
-        else:
-            file = place.with_name(f"{place.name}.py")
-        if not file.is_file():
-            return None
+        # Python's order: a package, a module, a folder (of modules, or only of data).
+        package, file = place / "__init__.py", place.with_name(f"{place.name}.py")
+        if package.is_file():
+            file = package
+        elif not file.is_file():
+            if not place.is_dir():
+                return None
+            spec = importlib.machinery.ModuleSpec(name, _Empty(self), is_package=True)
+            spec.submodule_search_locations = [str(place)]
+            return spec
         shown = str(Path(self._shown) / file.relative_to(self._copy.path))
-        packages = [str(place)] if place.is_dir() else None
+        packages = [str(place)] if file == package else None
         return importlib.util.spec_from_file_location(
             name,
             file,

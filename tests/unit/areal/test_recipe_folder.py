@@ -163,8 +163,14 @@ def test_experiment_when_the_recipe_is_a_folder_then_its_file_is_recipe_yaml(tmp
         ({"data.bin": os.urandom(1_000_000).hex()}, "bytes when packed: expected at most 1048576"),
         ({"data.bin": "0" * (17 << 20)}, "'data.bin': expected at most"),
         ({"link": "->"}, "a symbolic link"),
+        ({"caf\udce9.txt": "x"}, r"/caf\\udce9\.txt': .*expected a name in UTF-8"),
+        ({"a\\b.txt": "x"}, r"/a\\\\b\.txt': .*without a backslash"),
+        ({"recipe/__init__.py": ""}, "recipe/__init__.py: expected only one of them"),
     ],
-    ids=["no recipe.py", "too large", "too large unpacked", "a link"],
+    ids=[
+        *("no recipe.py", "too large", "too large unpacked", "a link"),
+        *("not UTF-8", "a backslash", "a package recipe"),
+    ],
 )
 def test_read_when_a_folder_cannot_travel_then_one_line_says_why(tmp_path, files, said) -> None:
     folder = written(tmp_path / "mine")
@@ -174,9 +180,21 @@ def test_read_when_a_folder_cannot_travel_then_one_line_says_why(tmp_path, files
         elif text == "->":
             (folder / name).symlink_to("/etc/passwd")
         else:
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text)
     with pytest.raises(InvalidInput, match=said):
         Recipe.read(folder)
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "caf\udce9/mine", "caf\udce9.py"])
+def test_read_when_the_path_is_not_utf8_then_one_line_says_so(tmp_path, name) -> None:
+    path = tmp_path / name
+    if path.suffix:
+        path.write_text("")
+    else:
+        written(path)
+    with pytest.raises(InvalidInput, match=r"/caf\\udce9.*: expected a path in UTF-8"):
+        Recipe.read(path)
 
 
 def packed(members: dict[str, bytes]) -> bytes:
@@ -291,3 +309,30 @@ def test_copy_when_its_process_has_ended_then_the_next_load_removes_it(tmp_path)
     assert not theirs.parent.exists()
     assert again.is_file()
     assert ours != again
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (("x.py", "x/data.txt"), "x.py"),
+        (("x.py", "x/__init__.py"), "x/__init__.py"),
+        (("x/data.txt",), None),
+        (("x.py", "recipe/data.txt"), "x.py"),
+    ],
+    ids=["a folder of data", "a package", "only a folder", "a folder named recipe"],
+)
+def test_import_when_a_folder_has_a_modules_name_then_as_in_python(tmp_path, files, found) -> None:
+    texts = {name: f"NAME = {name!r}\n" for name in files}
+    entry = "from . import x\ndef main(argv):\n    return getattr(x, 'NAME', None)\n"
+    recipe = Recipe.read(written(tmp_path / "mine", **texts, **{"recipe.py": entry}))
+    assert load_recipe(recipe.source, recipe.file_name).main([]) == found
+
+
+@pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")
+def test_load_when_it_is_a_file_of_a_folder_then_the_error_names_the_folder(tmp_path) -> None:
+    recipe = Recipe.read(written(tmp_path / "mine") / "recipe.py")
+    with pytest.raises(
+        InvalidInput, match=r"no known parent package \(expected the folder"
+    ) as told:
+        load_recipe(recipe.source, recipe.file_name)
+    assert str(told.value).endswith(f"(expected the folder: {str(tmp_path / 'mine')!r})")
