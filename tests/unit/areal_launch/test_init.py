@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib import metadata
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def test_init_when_of_a_kind_then_its_folder_is_a_recipe(tmp_path: Path, monkeyp
         (["Mine"], "expected lower-case letters"),
         (["full"], "expected a new or an empty folder"),
         (["a-file"], "expected a new or an empty folder"),
+        (["lat\udce9/mine"], r"'lat\udce9/mine': expected a path in UTF-8"),
     ],
 )
 def test_init_when_it_makes_no_sense_then_one_line_and_nothing_is_written(
@@ -48,6 +50,33 @@ def test_init_when_it_makes_no_sense_then_one_line_and_nothing_is_written(
     assert answer.exit_code == 2
     assert said in answer.output
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["a-file", "full", "x"]
+
+
+@pytest.mark.parametrize("name", ["null", "true", "on", "no", "1e5", "0x10", "2024-01-01", "1"])
+def test_init_when_yaml_reads_the_name_as_something_else_then_it_stays(
+    tmp_path: Path, monkeypatch, name
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["init", name]).exit_code == 0
+    assert read_experiment(Path(name), None, [])[0].experiment_name == name
+
+
+@pytest.mark.parametrize("kind", ["rlvr", "sft"])
+@pytest.mark.parametrize("parent", ["a b", "a\\Nb", 'a"""b', "-a", "a'b"])
+def test_init_when_the_path_is_unusual_then_recipe_and_next_command_are_right(
+    tmp_path: Path, monkeypatch, parent, kind
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = f"{parent}/mine"
+    answer = CliRunner().invoke(app, ["init", "--kind", kind, "--", folder])
+    assert answer.exit_code == 0, answer.output
+    command = answer.output.splitlines()[-1].removeprefix("next: ")
+    shown = shlex.split(command)[-1]
+    assert shlex.split(command) == ["areal", "check", shown, "&&", "areal", "run", shown]
+    assert Path(shown).resolve() == tmp_path / folder
+    assert not shown.startswith("-")
+    _, module = read_experiment(Path(folder), None, [])
+    assert "areal run " in module.__doc__
 
 
 def test_example_when_there_is_no_checkout_then_is_the_distributions(
