@@ -37,7 +37,8 @@ def check(config_file: Path, report: Report, *, model_later: str) -> None:
     config: GRPOConfig = load_service_config(config_file)
     recipe = Recipe.read(Path(config.recipe))
     stand_ins = StandIns()
-    _run_main(recipe, config_file, stand_ins, report)
+    missing = (config.model.path, f"{model_later} when a run begins") if model_later else None
+    _run_main(recipe, config_file, stand_ins, report, missing)
     if not stand_ins.samples:
         return
     shown = stand_ins.samples[-1]
@@ -47,8 +48,8 @@ def check(config_file: Path, report: Report, *, model_later: str) -> None:
             report.found("workflow", "failed", why)
             return
     where = str(config.tokenizer_dir)
-    if model_later:
-        report.found("tokenizer", "unknown", f"{where}: {model_later} when a run begins")
+    if missing:
+        report.found("tokenizer", "unknown", f"{where}: {missing[1]}")
         return
     if not (config.tokenizer_dir / "tokenizer.json").is_file() and config.endpoints.rollout:
         report.found("tokenizer", "unknown", f"{where}: not here; only the rollout service has it")
@@ -72,8 +73,17 @@ def _single_samples(config: GRPOConfig, workflow: object) -> str:
     return single_samples(config, workflow.gconfig.n_samples)
 
 
-def _run_main(recipe: Recipe, config_file: Path, stand_ins: StandIns, report: Report) -> None:
-    """Runs `main` up to its first batch; reports when it does not get there."""
+def _run_main(
+    recipe: Recipe,
+    config_file: Path,
+    stand_ins: StandIns,
+    report: Report,
+    missing: tuple[str, str] | None,
+) -> None:
+    """Runs `main` up to its first batch; reports when it does not get there.
+
+    `missing`: the path of a model that does not exist yet, and what brings it.
+    """
     late = f"main had not asked for a batch after {MAIN_S:g} s: not checked"
     try:
         with report.within(MAIN_S, "dataset", "unknown", late), stand_ins.installed():
@@ -91,6 +101,8 @@ def _run_main(recipe: Recipe, config_file: Path, stand_ins: StandIns, report: Re
                 "unknown",
                 f"{said}: only the trainer can run this",
             )
+        elif missing and missing[0] in str(error):  # main reads the model's tokenizer, say
+            report.found("dataset", "unknown", f"{said}; {missing[1]}")
         elif stand_ins.guesses:
             report.found(
                 "dataset",

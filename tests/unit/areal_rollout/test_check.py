@@ -235,6 +235,26 @@ def test_check_when_the_model_comes_later_then_rows_are_looked_at_and_no_more(ru
     assert findings[1]["said"].endswith("downloaded from hf://lab/tiny when a run begins")
 
 
+@pytest.mark.parametrize("load", ["Tokenizer.load(folder)", "(folder / 'config.json').open()"])
+def test_check_when_main_reads_a_model_that_comes_later_then_it_does_not_judge(
+    run: Check, tmp_path: Path, load: str
+) -> None:
+    more = f"""
+        from areal.tokenizer import Tokenizer
+        from pathlib import Path
+        def loader_of(config):
+            folder = Path(config.model.path)
+            {load}
+    """
+    where = {"model_path": str(tmp_path / "nothing")}
+    [finding] = run(more, model_later="prepare_model creates it", **where)
+    assert (finding["stage"], finding["verdict"]) == ("dataset", "unknown")
+    assert finding["said"].endswith("; prepare_model creates it when a run begins")
+    assert run(more, **where)[-1]["verdict"] == "failed"
+    other = run("def loader_of(config): {}['x']\n", model_later="x", **where)
+    assert other[-1]["verdict"] == "failed"
+
+
 def test_check_when_main_evaluates_first_then_that_row_is_checked_too(run: Check) -> None:
     findings = run("""
         def loader_of(config):
