@@ -129,8 +129,8 @@ def is_packed(source: bytes) -> bool:
 class Copy:
     """A folder of this process with a recipe's files; locked while the object lives.
 
-    Each load has one of its own: another process, or a cleaner of /tmp, cannot change what a
-    process imports and reads, and what its recipe writes there reaches no other process.
+    Each load has one of its own: what other processes write, or a cleaner of /tmp has removed from
+    earlier copies, cannot change what it imports and reads.
     """
 
     def __init__(self, root: Path, digest: str) -> None:
