@@ -66,13 +66,14 @@ A function gets the tensors that its parameters name; other parameters are const
 default or `functools.partial` sets.
 
 - A **loss** returns the loss of each token, [T], or that and a dict of statistics, [T] each, whose
-  means are in the step's row (a name that ends in `_max`: the maximum). It may take
-  `policy_logprobs` (the only one with gradient), `proximal_logprobs` (what the ratio is relative
-  to), `behavior_logprobs`, `advantages`, `entropies`, `loss_mask`, `cu_seqlens` and any other key
-  of the batch; `eps_clip`, `eps_clip_higher` and `c_clip` are the keys of `actor`. The trainer
-  multiplies by the weight of stale tokens, applies `loss_aggregation`, adds the KL and entropy
-  terms, clips the gradient, and replays failed steps, as for a built-in loss. The same formula
-  learns to the bit as the built-in one. Values off `loss_mask` do not count.
+  means over all loss tokens are in the step's row (a name that ends in `_max`: the maximum); the
+  loss is called for each micro-batch, and where it leaves a statistic out, its tokens count 0. It
+  may take `policy_logprobs` (the only one with gradient), `proximal_logprobs` (what the ratio is
+  relative to), `behavior_logprobs`, `advantages`, `entropies`, `loss_mask`, `cu_seqlens` and any
+  other key of the batch; `eps_clip`, `eps_clip_higher` and `c_clip` are the keys of `actor`. The
+  trainer multiplies by the weight of stale tokens, applies `loss_aggregation`, adds the KL and
+  entropy terms, clips the gradient, and replays failed steps, as for a built-in loss. The same
+  formula learns to the bit as the built-in one. Values off `loss_mask` do not count.
 - **Advantages** take the place of `reward_norm` and GAE. The function returns one number per
   sequence, [S], or per token, [T]. It may take `rewards` (float64 [S], after penalties, scaling and
   clipping), `token_rewards` (float64 [T], the same on tokens, less the KL penalty of
