@@ -3,7 +3,8 @@
 A checkpoint is a folder `step_<k>-inc_<i>` with a `done.json` written last. It is made as
 `.tmp-step_<k>-inc_<i>` and renamed when every rank has finished, so a folder with the final name
 is whole; `done.json` lists the files with size and digest (xxh3-128), so one that was damaged later
-is noticed. Each rank hashes the file it has written, and a share of all before a resume.
+is noticed. Each rank hashes the file it has written, and a share of all before a resume; an export
+hashes them all.
 
 Folders above the step from which a later incarnation resumed belong to a lost branch: `newest`
 ignores them (design rule: a resume never jumps onto weights the ledger has replaced).
@@ -22,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from areal.chassis.logging import get_logger
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, NotFound
 from areal.weights.safetensors import file_digest
 
 DIGESTS = "digests.json"
 """Suffix of a file in which a rank describes what it has written."""
 _THREADS = 4
 _NAME = re.compile(r"step_(\d+)-inc_(\d+)")
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, InvalidInput)
+"""What the check of a damaged checkpoint raises."""
 
 
 @dataclass(frozen=True)
@@ -126,23 +129,56 @@ class CheckpointFolder:
     def _valid(
         self, path: Path, *, read: Callable[[int], bool] = lambda _: False
     ) -> dict[str, Any] | None:
-        """Returns `extra` if every file has its size and, if `read` picks it, its digest."""
+        """Returns what `_check` does; None of a damaged one, with a line in the log."""
         try:
-            done = json.loads((path / "done.json").read_text("utf-8"))
-            for name, expected in done["files"].items():
-                size = (path / name).stat().st_size
-                if size != expected["size"]:
-                    raise ValueError(f"{name} has {size} bytes, expected {expected['size']}")
-            chosen = [n for number, n in enumerate(sorted(done["files"])) if read(number)]
-            with ThreadPoolExecutor(_THREADS) as pool:  # hashing releases the interpreter
-                found = pool.map(lambda name: describe(path / name), chosen)
-                for name, each in zip(chosen, found, strict=True):
-                    if each != done["files"][name]:
-                        raise ValueError(f"{name} is not what was written: its digest differs")
-            return dict(done["extra"])
-        except (OSError, ValueError, KeyError, TypeError, InvalidInput) as error:
+            return _check(path, read)
+        except _DAMAGED as error:
             self._log.warning("checkpoint_skipped", path=str(path), cause=str(error))
             return None
+
+
+def verify(path: Path) -> None:
+    """Reads all files of a checkpoint and compares them with what its trainer wrote.
+
+    Raises:
+        NotFound: The run has removed it.
+        InvalidInput: A file is not what was written; the message names it.
+    """
+    try:
+        _check(path, lambda _: True)
+    except _DAMAGED as error:
+        if removed(path):
+            raise NotFound(f"checkpoint {str(path)!r}: the run has removed it") from None
+        raise InvalidInput(
+            f"checkpoint {str(path)!r}: {error}; expected the files as the trainer wrote them"
+        ) from None
+
+
+def removed(path: Path) -> bool:
+    """Returns whether a checkpoint, or the first of its files, is no longer there."""
+    try:
+        _check(path, lambda _: False)
+    except FileNotFoundError:
+        return True
+    except _DAMAGED:
+        pass
+    return False
+
+
+def _check(path: Path, read: Callable[[int], bool]) -> dict[str, Any]:
+    """Returns `extra` if every file has its size and, if `read` picks it, its digest."""
+    done = json.loads((path / "done.json").read_text("utf-8"))
+    for name, expected in done["files"].items():
+        size = (path / name).stat().st_size
+        if size != expected["size"]:
+            raise ValueError(f"{name} has {size} bytes, expected {expected['size']}")
+    chosen = [n for number, n in enumerate(sorted(done["files"])) if read(number)]
+    with ThreadPoolExecutor(_THREADS) as pool:  # hashing releases the interpreter
+        found = pool.map(lambda name: describe(path / name), chosen)
+        for name, each in zip(chosen, found, strict=True):
+            if each != done["files"][name]:
+                raise ValueError(f"{name} is not what was written: its digest differs")
+    return dict(done["extra"])
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,15 +18,19 @@ from areal.clients.weight_sync import WeightSyncClient
 from areal.config.experiment import BaseExperimentConfig, load_service_config
 from areal.config.transports import in_object_store
 from areal.errors import ArealError, InvalidInput, NotFound
-from areal.runs.checkpoints import Checkpoint, CheckpointFolder
+from areal.runs.checkpoints import Checkpoint, CheckpointFolder, removed, verify
 from areal.runs.run_files import EVALUATIONS, best_step, describe_best
 from areal.security import Security, SecurityConfig
 from areal.weights.manifest import PolicyVersion, build_manifest, stored_versions
 from areal.weights.objects import ObjectStore
 from areal.weights.servers import ServerState
 from areal_launch.processes.process import python_environment
-from areal_launch.run_folder import find_run
+from areal_launch.run_folder import RunFolder, find_run
 from areal_launch.view.output import print_json, print_table, say
+
+_STEP = re.compile("[0-9]{1,18}")
+_TRIES = 5
+"""Exports of `best` and `latest` before a run that removes each checkpoint meanwhile is named."""
 
 
 def list_versions(run: Path | None, *, endpoint: str = "", as_json: bool) -> int:
@@ -75,48 +80,85 @@ def export_version(run: Path | None, which: str, to: Path) -> int:
     """Writes a checkpoint as a Hugging Face folder; returns the exit code.
 
     Raises:
-        NotFound: There is no such checkpoint, or no kept checkpoint was evaluated.
-        InvalidInput: `which` has another form, or the folder already exists.
+        NotFound: There is no such checkpoint, the run removed it meanwhile, or no kept checkpoint
+            was evaluated.
+        InvalidInput: `which` has another form, the checkpoint is damaged, or the folder already
+            exists.
     """
     run_folder = find_run(run, live=False)
-    checkpoints = {each.step: each for each in _checkpoints(run_folder.path)}
     if to.exists():
         raise InvalidInput(f"--to {str(to)!r}: already exists, expected a new folder")
+    for _ in range(_TRIES):
+        chosen = find_checkpoint(run_folder.path, which)
+        why_best = f", {_why_best(run_folder.path)}" if which == "best" else ""
+        code = _export(run_folder, chosen, to)
+        if code == 0:
+            say(f"step {chosen.step} of {run_folder.path}{why_best}: {to}")
+        if code is not None:
+            return code
+        if which.isdigit():  # else a newer one has taken its place
+            break
+    kept = ", ".join(str(each.step) for each in _checkpoints(run_folder.path)) or "none"
+    raise NotFound(
+        f"{which}: the run has removed this checkpoint meanwhile; kept: {kept}; expected one that "
+        "stays, with a higher checkpoint.keep, or a run that is over"
+    )
+
+
+def find_checkpoint(run: Path, which: str) -> Checkpoint:
+    """Returns the checkpoint that `which` names: best, latest, or a step.
+
+    Raises:
+        NotFound: There is no such checkpoint, or no kept checkpoint was evaluated.
+        InvalidInput: `which` has another form.
+    """
+    checkpoints = {each.step: each for each in _checkpoints(run)}
     step: int | None
-    why_best = ""
     if which == "latest":
         step = max(checkpoints, default=None)
     elif which == "best":
-        results = run_folder.path / "trainer.json"
-        measured = json.loads(results.read_text("utf-8")) if results.is_file() else {}
-        evaluations = measured.get(EVALUATIONS, [])
-        step = best_step(evaluations, list(checkpoints))
-        why_best = f", {describe_best(evaluations, list(checkpoints))}"
-    elif which.isdigit():
+        step = best_step(_evaluations(run), list(checkpoints))
+    elif _STEP.fullmatch(which):
         step = int(which)
     else:
-        raise InvalidInput(f"{which!r}: expected best, latest, or the step of a checkpoint")
+        raise InvalidInput(f"{which!r:.80}: expected best, latest, or the step of a checkpoint")
     if step is None or step not in checkpoints:
         kept = ", ".join(map(str, sorted(checkpoints))) or "none"
         why = "no kept checkpoint was evaluated" if which == "best" else "no such checkpoint"
         raise NotFound(f"{which}: {why}; kept: {kept}")
+    return checkpoints[step]
+
+
+def _export(run: RunFolder, checkpoint: Checkpoint, to: Path) -> int | None:
+    """Returns the exit code of the export; None if the run removed the checkpoint meanwhile."""
     command = [sys.executable, "-m", "areal_torch.engines.export_checkpoint"]
-    start = run_folder.started_in()
     try:
+        verify(checkpoint.path)
         with new_folder(to) as half:
-            arguments = [run_folder.config_file, checkpoints[step].path, half, start]
+            arguments = [run.config_file, checkpoint.path, half, run.started_in()]
             subprocess.run(  # noqa: S603
                 [*command, *map(str, arguments)],
                 check=True,
                 stdout=sys.stderr,
                 env=python_environment(),
             )
+    except NotFound:
+        return None
     except subprocess.CalledProcessError as error:
-        return error.returncode
+        return None if removed(checkpoint.path) else error.returncode
     except OSError as error:
         raise InvalidInput(f"--to {str(to)!r}: {error.strerror or error}") from None
-    say(f"step {step} of {run_folder.path}{why_best}: {to}")
     return 0
+
+
+def _evaluations(run: Path) -> list[dict[str, Any]]:
+    results = run / "trainer.json"
+    measured = json.loads(results.read_text("utf-8")) if results.is_file() else {}
+    return list(measured.get(EVALUATIONS, []))
+
+
+def _why_best(run: Path) -> str:
+    return describe_best(_evaluations(run), [each.step for each in _checkpoints(run)])
 
 
 def _checkpoints(run: Path) -> list[Checkpoint]:

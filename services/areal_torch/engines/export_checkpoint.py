@@ -18,6 +18,7 @@ from areal.config.experiment import GRPOConfig, load_service_config
 from areal.config.training import TrainEngineConfig
 from areal.errors import ArealError, InvalidInput
 from areal.model_directory import serving_dtype
+from areal.runs.checkpoints import removed
 from areal.runs.run_files import EVALUATIONS, over_rows
 from areal_torch.engines.checkpoint import holds_scalar_model
 from areal_torch.engines.fsdp import FSDPEngine
@@ -112,6 +113,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     try:
         export(*(Path(each) for each in sys.argv[1:5]))
-    except ArealError as failure:
+    except Exception as failure:
+        if removed(Path(sys.argv[2])):  # the caller sees that, too, and says so or takes another
+            sys.exit(2)
+        if not isinstance(failure, ArealError):
+            raise
         print(failure, file=sys.stderr)  # noqa: T201
         sys.exit(2)

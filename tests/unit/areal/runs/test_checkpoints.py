@@ -2,8 +2,9 @@ import json
 
 import pytest
 
+from areal.errors import InvalidInput, NotFound
 from areal.runs import checkpoints
-from areal.runs.checkpoints import DIGESTS, CheckpointFolder, describe
+from areal.runs.checkpoints import DIGESTS, CheckpointFolder, describe, removed, verify
 
 
 def save(folder, step, incarnation=1, resumed_from=0, content=b"weights"):
@@ -123,3 +124,21 @@ def test_newest_when_a_size_differs_then_no_file_of_that_checkpoint_is_read(fold
     assert read == [], "a size is enough to tell what cannot be whole"
     assert newest(folder).step == 20
     assert read == [found[0].path / "model"]
+
+
+def test_verify_when_a_file_has_other_bytes_then_the_checkpoint_and_the_file_are_named(folder):
+    path = save(folder, 20)
+    verify(path)
+    (path / "model").write_bytes(b"weightt")
+    with pytest.raises(InvalidInput, match=r"step_20-inc_1': model is not .* its digest differs"):
+        verify(path)
+    assert not removed(path)
+
+
+@pytest.mark.parametrize("gone", ["model", "done.json"])
+def test_verify_when_the_run_removes_it_then_not_called_damaged(folder, gone):
+    path = save(folder, 20)
+    (path / gone).unlink()
+    assert removed(path)
+    with pytest.raises(NotFound, match="step_20-inc_1': the run has removed it"):
+        verify(path)
