@@ -19,11 +19,12 @@ from areal.errors import InvalidInput, NotFound
 from areal_launch.commands.row_differences import print_differences
 from areal_launch.commands.run import run_here
 from areal_launch.commands.stack import read_experiment, with_model
-from areal_launch.commands.versions import export_version
+from areal_launch.commands.versions import export_version, find_checkpoint
 from areal_launch.run_folder import RunFolder
 
 START = "start"
-_NAMED = re.compile(f"best|latest|{START}|[0-9]+")
+_NAMED = re.compile(f"best|latest|{START}|[0-9]{{1,18}}")
+_OPTIONS = ("--checkpoint", "--against")
 _LONGEST_TRIAL = 63
 
 
@@ -80,18 +81,24 @@ def evaluate_recipe(
         )
     own_model = any(value.startswith("model.path=") for value in overrides)
     sides = [checkpoint or (START if own_model else "latest"), *([against] if against else [])]
-    for option, which in zip(("--checkpoint", "--against"), sides, strict=False):
+    for index, (option, which) in enumerate(zip(_OPTIONS, sides, strict=False)):
         if not _NAMED.fullmatch(which):
             raise InvalidInput(
-                f"{option} {which!r}: expected best, latest, {START}, or the step of a checkpoint"
+                f"{option} {which!r:.80}: expected best, latest, {START}, or the step of a "
+                "checkpoint"
             )
+        sides[index] = str(int(which)) if which.isdigit() else which
     if own_model and START not in sides:
         raise InvalidInput(
             f"model.path: expected --checkpoint {START} with it, because --checkpoint {sides[0]} "
             "names another model"
         )
-    if len(sides) == 2 and sides[0] == sides[1]:
-        raise InvalidInput(f"--against {against!r}: expected another one than --checkpoint")
+    policies = [_policy(experiment, *side) for side in zip(_OPTIONS, sides, strict=False)]
+    if len(set(policies)) < len(sides):
+        raise InvalidInput(
+            f"--against {against!r}: expected another one than --checkpoint {sides[0]}; both are "
+            f"{policies[0]}"
+        )
     chosen = [_evaluation(experiment, which) for which in sides]
     try:
         for each in chosen:
@@ -123,17 +130,24 @@ def _evaluation(experiment: BaseExperimentConfig, which: str) -> Evaluation:
         number += 1
 
 
-def _export(experiment: BaseExperimentConfig, wanted: Evaluation, *, as_json: bool) -> int:
+def _policy(experiment: BaseExperimentConfig, option: str, which: str) -> str:
+    """Returns what a name stands for now: two names may stand for one checkpoint."""
+    if which == START:
+        return START
     trained = RunFolder(experiment.run_dir)
     if not trained.stack_file.is_file():
         raise NotFound(
-            f"--checkpoint {wanted.which}: {str(trained.path)!r} has not been trained: expected "
-            f"`areal run` first, or --checkpoint {START} for the model that the recipe starts from"
+            f"{option} {which}: {str(trained.path)!r} has not been trained: expected "
+            f"`areal run` first, or {option} {START} for the model that the recipe starts from"
         )
+    return find_checkpoint(trained.path, which).path.name
+
+
+def _export(experiment: BaseExperimentConfig, wanted: Evaluation, *, as_json: bool) -> int:
     wanted.folder.make(shared=bool(experiment.endpoints.inference))
     # With --json, stdout has events only.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        return export_version(trained.path, wanted.which, wanted.model)
+        return export_version(experiment.run_dir, wanted.which, wanted.model)
 
 
 def _run(

@@ -121,8 +121,8 @@ def print_differences(first: tuple[str, Path], second: tuple[str, Path], *, as_j
                 ("row", one, other, "difference", "asks"),
                 [
                     (
-                        *(str(row.row), f"{row.first:.3f}", f"{row.second:.3f}"),
-                        *(f"{row.difference:+.3f}", _asked(row.data)),
+                        *(str(row.row), f"{row.first:z.3f}", f"{row.second:z.3f}"),
+                        *(f"{row.difference:+z.3f}", _asked(row.data)),
                     )
                     for row in moved
                 ],
@@ -135,7 +135,7 @@ def _headline(name: str, one: str, other: str, figures: Mapping[str, Any]) -> st
     left_out = figures["left_out"]
     more = f"; left out: {left_out}, failed or not the same in both" if left_out else ""
     return (
-        f"{name}: {one} - {other} = {figures['mean']:+.3f} ± {figures['stderr']:.3f} over "
+        f"{name}: {one} - {other} = {figures['mean']:+z.3f} ± {figures['stderr']:.3f} over "
         f"{figures['rows']} rows: {figures['higher']} higher, {figures['lower']} lower{more}"
     )
 

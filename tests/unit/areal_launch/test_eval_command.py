@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from areal.config.experiment import GRPOConfig, build_config
+from areal.runs.checkpoints import CheckpointFolder
 from areal_launch.cli import app
 from areal_launch.commands import evaluate
 from areal_launch.commands.row_differences import compare, print_differences
@@ -70,6 +71,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     trained = RunFolder(Path("runs/mine/trial0"))
     trained.path.mkdir(parents=True)
     trained.stack_file.write_text("{}")
+    folder = CheckpointFolder(trained.path / "checkpoints", keep=2)
+    for step in (20, 40):
+        folder.finish(folder.begin(step, 1), {"step": step})
+    measured = [{"name": "held", "step": 20, "mean": 0.5}]
+    trained.trainer_file.write_text(json.dumps({"evaluations": measured}))
     return tmp_path
 
 
@@ -116,6 +122,13 @@ def test_eval_when_a_model_is_named_then_it_is_the_start(place: Path, monkeypatc
     assert [each.model.path for each in ran.configs] == ["other", "models/of-trial0"]
 
 
+def test_eval_when_a_step_has_leading_zeros_then_named_as_without(place: Path, monkeypatch) -> None:
+    ran = Ran(monkeypatch)
+    assert areal_eval("mine", "--checkpoint", "0020", "--against", "040") == (0, "")
+    assert [which for _, which in ran.exported] == ["20", "40"]
+    assert ran.trials == ["trial0-eval-20", "trial0-eval-40"]
+
+
 def test_eval_when_a_trial_has_a_long_name_then_its_evaluation_has_a_legal_one(
     place: Path, monkeypatch
 ) -> None:
@@ -128,8 +141,8 @@ def test_eval_when_an_evaluation_fails_then_its_code_and_no_second_one(
     place: Path, monkeypatch
 ) -> None:
     ran = Ran(monkeypatch, code=1)
-    assert areal_eval("mine", "--checkpoint", "best", "--against", "20")[0] == 1
-    assert [which for _, which in ran.exported] == ["best", "20"]
+    assert areal_eval("mine", "--checkpoint", "best", "--against", "40")[0] == 1
+    assert [which for _, which in ran.exported] == ["best", "40"]
     assert ran.trials == ["trial0-eval-best"]
     assert not list(place.glob("runs/*/*/model"))
 
@@ -139,6 +152,11 @@ def test_eval_when_an_evaluation_fails_then_its_code_and_no_second_one(
     [
         (["mine", "trial_name=other"], "'runs/mine/other' has not been trained"),
         (["mine", "--against", "latest"], "--against 'latest': expected another one"),
+        (["mine", "--against", "40"], "--checkpoint latest; both are step_40-inc_1"),
+        (["mine", "--checkpoint", "020", "--against", "20"], "both are step_20-inc_1"),
+        (["mine", "--checkpoint", "best", "--against", "20"], "both are step_20-inc_1"),
+        (["mine", "--checkpoint", "start", "--against", "start"], "both are start"),
+        (["mine", "--checkpoint", "9" * 5000], "expected best, latest, start, or the step"),
         (["mine", "--checkpoint", "../x"], "--checkpoint '../x': expected best, latest, start"),
         (["mine", "--against", "\u0663"], "expected best, latest, start, or the step"),
         (["mine", "--checkpoint", "lastest"], "expected best, latest, start, or the step"),
@@ -165,7 +183,7 @@ def test_eval_when_there_is_no_such_checkpoint_then_no_folder_is_left(place, mon
     Ran(monkeypatch)
     monkeypatch.setattr(evaluate, "export_version", export_version)
     code, said = areal_eval("mine", "--checkpoint", "7", "--against", "start")
-    assert (code, "7: no such checkpoint; kept: none" in said) == (1, True)
+    assert (code, "7: no such checkpoint; kept: 20, 40" in said) == (1, True)
     assert [each.name for each in (place / "runs/mine").iterdir()] == ["trial0"]
 
 
@@ -241,3 +259,14 @@ def test_differences_when_the_rows_are_others_then_they_are_not_compared(
     said = json.loads(line)
     assert (said["event"], said["rows"], said["left_out"]) == ("difference", 0, 1)
     assert said["mean"] is None
+
+
+def test_differences_when_they_cancel_then_zero_has_no_minus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write(tmp_path / "a", [[0.1 + 0.2], [0.3], [-0.0001]])
+    second = write(tmp_path / "b", [[0.3], [0.1 + 0.2], [0.0]])
+    print_differences(("latest", first), ("start", second), as_json=False)
+    shown = capsys.readouterr().out
+    assert "latest - start = +0.000 ±" in shown
+    assert "-0.000" not in shown
