@@ -18,6 +18,7 @@ from typing import Any
 from areal import errors
 from areal.config.services import RolloutSection
 from areal.protocol.leases import Take, TakeState
+from areal.runs.evaluation_arguments import check_arguments
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, Purpose, Task, WorkflowSpec
 from areal.workflows.base import RolloutWorkflow
@@ -206,20 +207,22 @@ class RemoteSGLangEngine:
         recorded at step 0, because the initial policy is no longer served.
 
         Args:
-            rows: The held-out rows.
+            rows: The held-out rows, at least one.
             workflow: The workflow that turns a row into trajectories.
-            name: Name of the result.
+            name: Name of the result: 1 to 100 letters, digits and `._:-`.
             version: The policy version that must sample every token. None means the version of the
                 last finished step, or, while a resumed run replays steps, the served version.
 
         Raises:
-            InvalidInput: The prompt of a row leaves no room for an answer (the message names the
-                row, from 1).
+            InvalidInput: There are no rows, `name` has other characters or is that of a figure in
+                the run's summary, or the prompt of a row leaves no room for an answer (the message
+                names the row, from 1).
             NotFound: `version` is no longer served, or not published yet.
             WorkflowError: No row produced a result.
             WaitTimeout: The evaluation took longer than 3 x `rollout.request_timeout_s`.
         """
         session = self.session
+        check_arguments(rows, name)
         session.publishing.settle()
         pinned = session.on_rank0(lambda: evaluation.pinned(session, name, version))
         if (known := evaluation.recorded(session, name, version)) is not None:

@@ -1,4 +1,4 @@
-"""What an evaluation's mean is over: failed rows are named, rejected ones count as 0."""
+"""An evaluation: its arguments, and what its mean is over."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from tests.unit.areal_launch.test_summary import summarize
 
 from areal.datasets.difficulty import of_pass_rate
-from areal.errors import WorkflowError
+from areal.errors import InvalidInput, WorkflowError
 from areal.protocol.leases import TaskRecord
-from areal.runs.run_files import EVALUATIONS, RunFiles, over_rows
+from areal.runs.evaluation_arguments import TAKEN
+from areal.runs.run_files import EVALUATIONS, MEASURED_AT, RunFiles, over_rows
 from areal.types import Purpose, Task, TaskState, Trajectory, TrajectoryGroup, WorkflowSpec
 from areal_launch.view.summary import summary_lines
 from areal_torch.engines.export_checkpoint import card
+from areal_torch.engines.rollout import RemoteSGLangEngine
 from areal_torch.training.evaluation import Figure, Measurement, record
 
 CAUSE = "workflow_error after 3 attempts: reward 'f': ValueError: cannot\n parse the answer"
@@ -193,3 +195,43 @@ def test_card_when_rows_failed_then_the_mean_says_of_how_many() -> None:
 
     entry = {"name": "held", "step": 3, "mean": 0.5, "rows": 9, "failed": 3}
     assert "| held | 0.5000 over 9 of 12 rows |" in card(GRPOConfig(), 3, [entry], scalar=False)
+
+
+# -- arguments -----------------------------------------------------------------------------------
+
+
+def evaluate(rows: Any, name: Any) -> None:
+    """As in a recipe; the arguments are read before the session is."""
+    engine: Any = RemoteSGLangEngine.__new__(RemoteSGLangEngine)
+    engine.session = None
+    engine.evaluate(rows, None, name)
+
+
+@pytest.mark.parametrize(
+    ("rows", "got"), [([], "none"), ((), "none"), (({} for _ in "ab"), "generator"), (None, "None")]
+)
+def test_evaluate_when_there_are_no_rows_then_refused_before_anything_is_sampled(rows, got) -> None:
+    with pytest.raises(InvalidInput, match=f"rows: expected a list with at least one row, .*{got}"):
+        evaluate(rows, "held")
+
+
+@pytest.mark.parametrize(
+    "name", [3, None, "", "a b", "a/b", "\u00fc", ".a", "-a", "a" * 101, "a\n"]
+)
+def test_evaluate_when_its_name_is_of_no_use_then_refused_in_one_line(name) -> None:
+    with pytest.raises(InvalidInput, match=r"evaluate: name .*: expected 1 to 100 of") as caught:
+        evaluate([{}], name)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["loss", "status", "steps", EVALUATIONS, MEASURED_AT])
+def test_evaluate_when_a_figure_of_the_summary_has_its_name_then_refused(name) -> None:
+    with pytest.raises(InvalidInput, match=f"name '{name}': the run's summary has a figure of"):
+        evaluate([{}], name)
+
+
+def test_summary_when_built_then_no_evaluation_may_have_the_name_of_a_figure(
+    tmp_path: Path,
+) -> None:
+    figures = set(summarize(results={})) - {"heldout_before", "heldout_after"}
+    assert figures <= TAKEN
