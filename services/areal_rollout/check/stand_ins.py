@@ -21,6 +21,7 @@ from typing import Any
 
 import areal
 from areal.errors import InvalidInput
+from areal.runs.evaluation_arguments import check_arguments
 
 _REPLACED = ("areal_torch.engines.", "areal_torch.algorithms.", "areal_torch.training.")
 _ROLLOUT = "RemoteSGLangEngine"
@@ -174,6 +175,7 @@ class _Rollout(_StandIn):
     def evaluate(
         self, rows: Sequence[Any], workflow: Any, name: str = "evaluation", *_: Any, **__: Any
     ) -> float:
+        check_arguments(rows, name)
         for row in rows:
             self._note(name, workflow, row)
             break

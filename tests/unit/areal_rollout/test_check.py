@@ -271,6 +271,16 @@ def test_check_when_main_evaluates_first_then_that_row_is_checked_too(run: Check
     assert "needs 'answer'" in findings[2]["said"]
 
 
+def test_check_when_main_evaluates_no_rows_then_refused_before_anything_starts(run: Check) -> None:
+    findings = run("""
+        def loader_of(config):
+            RemoteSGLangEngine(config.rollout).evaluate([], workflow_of(config), name="held")
+            return StatefulLoader(ROWS)
+    """)
+    assert verdicts(findings) == [("dataset", "failed")]
+    assert "evaluate: rows: expected a list with at least one row, got none" in findings[0]["said"]
+
+
 def test_check_when_main_extends_engines_and_calls_rollout_batch_then_it_is_followed(
     run: Check,
 ) -> None:
