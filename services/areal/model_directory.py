@@ -94,3 +94,24 @@ class RouteShape:
             return cls.of(read_model_config(directory))
         except InvalidInput:
             return None
+
+
+def rope_of(config: Mapping[str, Any]) -> Any:
+    """Returns what config.json says of rotary positions: `rope_parameters`, or `rope_scaling`.
+
+    Raises:
+        InvalidInput: Both are there and differ. transformers 5 takes `rope_scaling` and forgets the
+            base (`rope_theta`) of `rope_parameters`; others do the reverse.
+    """
+    new, earlier = config.get("rope_parameters"), config.get("rope_scaling")
+    if isinstance(new, Mapping) and isinstance(earlier, Mapping) and new and earlier:
+        ours, theirs = (
+            {"rope_type" if key == "type" else key: value for key, value in part.items()}
+            for part in (new, {"rope_theta": config.get("rope_theta"), **earlier})
+        )
+        if any(theirs.get(key) != value for key, value in ours.items()):
+            raise InvalidInput(
+                f"rope_parameters={dict(new)!r:.200} and rope_scaling={dict(earlier)!r:.200} "
+                "differ: expected only one of them"
+            )
+    return earlier or new

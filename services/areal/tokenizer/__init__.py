@@ -7,15 +7,15 @@ AutoTokenizer for tokenizers that have a tokenizer.json.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from areal.errors import InvalidInput, PromptTooLong
+from areal.model_directory import rope_of
 from areal.tokenizer.chat_fields import refuse_left_out
 from areal.tokenizer.chat_template import ChatTemplate, plain_tools
 
@@ -101,23 +101,32 @@ class Tokenizer:
             if key.endswith("_token") and (text := _token_text(value)) is not None
         }
         model_dir = model_dir or tokenizer_dir
-        model = _read_json(model_dir / "config.json")
-        generation = _read_json(model_dir / "generation_config.json")
+        model_file, generation_file = (
+            model_dir / "config.json",
+            model_dir / "generation_config.json",
+        )
+        model, generation = _read_json(model_file), _read_json(generation_file)
         eos = []
         own = special_tokens.get("eos_token")
         if own is not None and (own_id := backend.token_to_id(own)) is not None:
             eos.append(own_id)
-        for source in (generation, model):
-            value = source.get("eos_token_id")
-            eos += value if isinstance(value, list) else [value] if value is not None else []
+        for file, source in ((generation_file, generation), (model_file, model)):
+            eos += _end_ids(file, source.get("eos_token_id"))
         text_config = {**model, **(model.get("text_config") or {})}
+        known = model.get("vocab_size") or text_config.get("vocab_size")
+        if known is not None and not isinstance(known, int):
+            raise InvalidInput(f"{str(model_file)!r}: vocab_size {known!r:.80}: expected a number")
+        try:
+            longest = longest_input(text_config)
+        except InvalidInput as error:
+            raise InvalidInput(f"{str(model_file)!r}: {error}") from None
         return cls(
             backend,
             chat_template=_chat_templates(tokenizer_dir, config.get("chat_template")),
             special_tokens=special_tokens,
-            eos_token_ids=list(dict.fromkeys(int(e) for e in eos)),
-            vocab_size=model.get("vocab_size") or text_config.get("vocab_size"),
-            longest=longest_input(text_config),
+            eos_token_ids=list(dict.fromkeys(eos)),
+            vocab_size=known,
+            longest=longest,
         )
 
     @property
@@ -303,7 +312,7 @@ def longest_input(config: Mapping[str, Any]) -> int | None:
         config: The model's config, that of the text part if it has several.
     """
     known = config.get("max_position_embeddings") or config.get("n_positions")
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = rope_of(config)
     if not isinstance(known, int) or not isinstance(rope, Mapping):
         return known if isinstance(known, int) else None
     # These stretch the positions that the config names; other kinds name the stretched ones.
@@ -316,12 +325,29 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = orjson.loads(file.read_bytes())
-    except orjson.JSONDecodeError as error:
+        value = json.loads(_read_text(file))  # Infinity, too, which Mamba's configs have
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{str(file)!r}: not JSON ({error})") from None
     if not isinstance(value, dict):
         raise InvalidInput(f"{str(file)!r}: expected a JSON object")
     return value
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            f"{str(file)!r}: byte {error.start} is not UTF-8: expected a text in UTF-8"
+        ) from None
+
+
+def _end_ids(file: Path, value: Any) -> list[int]:
+    """What `eos_token_id` names in a file of the model: one id, several, or none."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) for each in ids):
+        raise InvalidInput(f"{str(file)!r}: eos_token_id {value!r:.80}: expected an id, or a list")
+    return [int(each) for each in ids]
 
 
 def _token_text(value: Any) -> str | None:
@@ -334,9 +360,9 @@ def _token_text(value: Any) -> str | None:
 def _chat_templates(folder: Path, configured: Any) -> str | dict[str, str] | None:
     """Returns one template, or several by name: from files if there are any, or the config."""
     files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    named = {file.stem: file.read_text("utf-8") for file in files}
+    named = {file.stem: _read_text(file) for file in files}
     if (file := folder / "chat_template.jinja").is_file():
-        named["default"] = file.read_text("utf-8")
+        named["default"] = _read_text(file)
     if named:
         return named
     if isinstance(configured, list):

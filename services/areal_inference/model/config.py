@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.errors import InvalidInput
+from areal.model_directory import rope_of
 
 SEEING = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 """Model types with a vision tower beside a Qwen2 decoder."""
@@ -184,7 +185,7 @@ def _tied(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vision(folder: Path, raw: dict[str, Any]) -> VisionConfig:
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = _rope_values(folder, raw)
     try:
         settings = dict(raw["vision_config"])
         return VisionConfig(
@@ -251,9 +252,16 @@ def refuse_quantized(folder: Path, raw: dict[str, Any]) -> None:
         raise ModelError(f"{folder / 'config.json'}: {key}={raw[key]!r:.100} is not supported")
 
 
+def _rope_values(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return rope_of(raw) or {}
+    except InvalidInput as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from None
+
+
 def _rope(folder: Path, raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     """Reads ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
-    values = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    values = _rope_values(folder, raw)
     theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind == "default" or (kind == "mrope" and "mrope_section" in values):

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal.errors import InvalidInput
-from areal.tokenizer import Tokenizer
+from areal.tokenizer import Tokenizer, longest_input
 from areal_torch.models.tiny import ASSISTANT_ID, END_ID, USER_ID, save_tokenizer
 
 CHAT_ML = (
@@ -165,6 +165,74 @@ def test_load_when_a_file_is_missing_or_broken_then_names_it(tmp_path):
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(InvalidInput, match=r"config\.json': not JSON"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("chat_template.jinja", b"\xe9", r"chat_template\.jinja': byte 0 is not UTF-8"),
+        ("additional_chat_templates/x.jinja", b"a\xe9", r"x\.jinja': byte 1 is not UTF-8"),
+        ("tokenizer_config.json", b"\xff\xfe{", r"tokenizer_config\.json': byte 0 is not UTF-8"),
+        ("generation_config.json", b'{"eos_token_id": [5, null]}', r"eos_token_id \[5, None\]: ex"),
+        ("config.json", b'{"eos_token_id": "<eos>"}', "eos_token_id '<eos>': expected an id"),
+        ("config.json", b'{"eos_token_id": [[5]]}', r"config\.json': eos_token_id \[\[5\]\]"),
+        ("config.json", b'{"vocab_size": "512"}', "vocab_size '512': expected a number"),
+        (
+            "config.json",
+            b'{"rope_parameters": {"rope_type": "default"}, '
+            b'"rope_scaling": {"type": "linear", "factor": 2.0}}',
+            r"config\.json': rope_parameters=.* and rope_scaling=.* differ",
+        ),
+    ],
+)
+def test_load_when_a_strangers_file_has_another_form_then_one_line_names_it(
+    tmp_path, file, content, said
+):
+    save_tokenizer(tmp_path)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(InvalidInput, match=said) as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_load_when_the_config_has_infinity_then_read_as_transformers_does(tmp_path):
+    save_tokenizer(tmp_path)
+    config = '{"time_step_limit": [0.0, Infinity], "vocab_size": 300, "max_position_embeddings": 9}'
+    (tmp_path / "config.json").write_text(config)
+    loaded = Tokenizer.load(tmp_path)
+    assert (loaded.vocab_size, loaded.longest) == (300, 9)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 2000),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}}, 2000),
+        (  # said twice, for two releases of transformers
+            {
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_theta": 5.0,
+            },
+            2000,
+        ),
+        (  # transformers would take another base
+            {
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
+            None,
+        ),
+    ],
+)
+def test_longest_input_when_the_rope_is_said_twice_then_it_must_be_the_same(config, expected):
+    config = {"max_position_embeddings": 1000, **config}
+    if expected is None:
+        with pytest.raises(InvalidInput, match="expected only one of them"):
+            longest_input(config)
+    else:
+        assert longest_input(config) == expected
 
 
 def test_tokenizer_when_used_then_imports_no_torch(tmp_path):

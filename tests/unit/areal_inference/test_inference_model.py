@@ -140,3 +140,10 @@ def test_config_when_old_rope_spelling_then_read_alike(tmp_path: Path):
     file.write_text(json.dumps(raw))
     assert ModelConfig.from_folder(tmp_path) == new
     assert new.rope_scaling is not None
+    both = {**raw, "rope_parameters": {**rope, "rope_theta": raw["rope_theta"]}}
+    file.write_text(json.dumps(both))
+    assert ModelConfig.from_folder(tmp_path) == new
+    both["rope_parameters"] = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
+    file.write_text(json.dumps(both))
+    with pytest.raises(ModelError, match=r"config\.json: rope_parameters=.* differ: expected only"):
+        ModelConfig.from_folder(tmp_path)
