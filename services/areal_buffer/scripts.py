@@ -152,7 +152,9 @@ class Scripts:
 
 def translate(error: RedisError) -> errors.ArealError:
     """Returns the error that a script refused with, or the nearest class to Redis's own error."""
-    text = str(error)
+    # A pipeline quotes the command, with the trajectory in it, before what Redis said.
+    _, quoted, said = str(error).rpartition(" of pipeline caused error: ")
+    text = said.strip("()',\"") if quoted else said
     if isinstance(error, ResponseError) and text.startswith("AREAL "):
         _, kind, message = text.split(" ", 2)
         message = message.split(" script: ", 1)[0]

@@ -64,7 +64,9 @@ async def test_memory_when_redis_itself_has_less_then_the_trainer_goes_on_all_th
                 for name in names:
                     await client.complete_task(name, leases[name], large(name), "w")
 
-            with pytest.raises(CapacityExceeded, match="ledger is near its memory limit"):
+            # With slow writes, what Redis buffers for its file can reach the limit first.
+            said = "ledger is near its memory limit|^Redis is out of memory: command not allowed"
+            with pytest.raises(CapacityExceeded, match=said):
                 await fill()
             for step in (1, 2, 3):
                 taken = await client.take_batch(trainer.incarnation, step, 1)

@@ -43,6 +43,14 @@ def test_error_when_translated_then_its_class_says_what_to_do(
     assert type(translate(error)) is kind
 
 
+def test_error_when_a_pipeline_quotes_its_command_then_only_what_redis_said_is_told() -> None:
+    said = "command not allowed when used memory > 'maxmemory'."
+    quoted = f"Command # 1 (MSET k \x00\ufffd=...) of pipeline caused error: {(said,)}"
+    told = f"Redis is out of memory: {said}; try again in 5 s"
+    assert str(translate(OutOfMemoryError(quoted))) == told
+    assert str(translate(OutOfMemoryError(said))) == told
+
+
 def test_error_when_a_script_refused_then_its_line_is_all_that_is_told() -> None:
     error = ResponseError("AREAL LeaseLost task a: lease 1 no longer holds script: 12ab, on line 3")
     assert str(translate(error)) == "task a: lease 1 no longer holds"
