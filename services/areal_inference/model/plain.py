@@ -88,10 +88,9 @@ class PlainConfig(CheckpointModel):
         except Exception as error:
             named = raw.get("architectures") or "?"
             named = str(named[0] if isinstance(named, list) else named)[:100]
-            why = " ".join(str(error).split())[:300]
             raise ModelError(
                 f"{folder / 'config.json'}: architecture {named}: "
-                f"transformers cannot read it: {why}"
+                f"transformers cannot read it: {source.reason(error)}"
             ) from None
 
     @property

@@ -65,7 +65,7 @@ def make_see(folder: Path, config: ModelConfig) -> See | None:
         from PIL import Image
         from transformers import AutoImageProcessor
 
-        process = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        process = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
     except (ImportError, OSError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
         raise ModelError(

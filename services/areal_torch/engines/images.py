@@ -69,7 +69,7 @@ def _processor(model: Path) -> tuple[Any, int, int]:
             f"model {str(model)!r} does not take images: expected rows without `images`"
         )
     try:
-        process = AutoImageProcessor.from_pretrained(model, backend="pil")
+        process = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         why = " ".join(str(error).split())[:200]
         raise InvalidInput(f"model {str(model)!r}: no image processor: {why}") from None

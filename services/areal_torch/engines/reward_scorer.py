@@ -64,7 +64,7 @@ class RewardModel:
             )
         torch.set_num_threads(1)
         self._tokenizer = Tokenizer.load(folder)
-        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False)
         if model.config.num_labels != 1:
             raise InvalidInput(
                 f"reward model {path!r}: {model.config.num_labels} classes, expected 1"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from areal.errors import InvalidInput
+from areal.errors import ArealError
 from areal_torch.engines.model.packed import PackedCausalLM
 from areal_torch.engines.model.self_test import self_test
 from areal_torch.engines.model.source import load_model
@@ -32,7 +32,7 @@ def examine(directory: Path) -> dict[str, Any]:
         hf = load_model(str(directory), dtype, from_scratch=from_scratch, seed=0)
         model = PackedCausalLM(hf, kernel="packed", chunk_elements=1 << 26)
         found = asdict(self_test(model, torch.device("cpu"), dtype))
-    except InvalidInput as error:
+    except ArealError as error:
         return {"refused": str(error)}
     return {**found, "random_weights": from_scratch}
 

@@ -14,6 +14,7 @@ from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
 from areal.model_directory import read_config
 from areal_torch.engines.model import fill, guards, hub_names, precision
+from areal_torch.engines.model.attention.dispatch import in_a_line
 from areal_torch.engines.model.guards import is_scalar
 
 
@@ -51,7 +52,7 @@ def build(
 
     logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         kind: Any = AutoModelForCausalLM
         if scalar:
             kind, config.num_labels = AutoModelForSequenceClassification, 1
@@ -62,8 +63,10 @@ def build(
         ):
             kind = AutoModelForImageTextToText
         # The model's class is imported on first use, with much of torch.
+        # transformers would ask on a terminal whether to run a folder's code.
+        options = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": False}
         with collector_paused(), torch.device("meta"):
-            hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
+            hf = kind.from_config(config, **options)
         # Mistral Small 3 does not say that it has a head of its own, and its class ties by default.
         unsaid = "tie_word_embeddings" not in read_config(directory)
         if unsaid and not from_scratch and hub_names.contradicts_ties(hf, directory):
@@ -72,13 +75,15 @@ def build(
                 "output_head", path=path, untied="the checkpoint has one; config.json does not say"
             )
             with torch.device("meta"):
-                hf = kind.from_config(config, dtype=dtype, attn_implementation="eager")
+                hf = kind.from_config(config, **options)
         fill.make_buffers(hf)
         hf._known_conversions = hub_names.known_conversions(hf)
-    except (ImportError, OSError, ValueError) as error:
-        # An unknown architecture, code that would have to be downloaded, an absent kernel.
-        why = " ".join(str(error).split())
-        raise InvalidInput(f"path={path!r}: transformers cannot load it: {why}") from error
+    except InvalidInput:
+        raise
+    # A folder is a stranger's: transformers raises anything.
+    except Exception as error:
+        file = str(directory / "config.json")
+        raise InvalidInput(f"{file!r}: transformers cannot load it: {reason(error)}") from error
     if scalar:
         if not is_scalar(hf):
             raise InvalidInput(
@@ -103,16 +108,30 @@ def load_weights(hf: Any, path: str) -> None:
     """Reads this rank's part of the weights and the generation defaults beside them.
 
     Raises:
-        InvalidInput: The directory has no safetensors weights, or those of another model.
+        InvalidInput: The directory has no safetensors weights, or those of another model, or its
+            generation_config.json is broken.
     """
     from transformers import GenerationConfig
 
     directory = Path(path)
+    file = directory / "generation_config.json"
+    if file.is_file():
+        try:
+            hf.generation_config = GenerationConfig.from_pretrained(directory)
+        except Exception as error:
+            raise InvalidInput(
+                f"{str(file)!r}: transformers cannot read it: {reason(error)}"
+            ) from error
     if is_scalar(hf):  # zero where the directory has none
         fill.local(hf.score.weight.detach()).zero_()
     hub_names.remember(hf, *fill.load_own(hf, directory))
-    if (directory / "generation_config.json").is_file():
-        hf.generation_config = GenerationConfig.from_pretrained(directory)
+
+
+def reason(error: Exception) -> str:
+    """Returns in one line why transformers does not take a folder."""
+    if "trust_remote_code" in str(error):  # transformers' advice, which no key here follows
+        return "auto_map: code of its own is not run; expected a model_type that transformers knows"
+    return in_a_line(error)
 
 
 def fill_weights(hf: Any, path: str, dtype: torch.dtype, *, from_scratch: bool, seed: int) -> None:

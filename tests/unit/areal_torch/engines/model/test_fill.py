@@ -1,6 +1,8 @@
 """Each rank reads its own part of a model, and all parts together are the model."""
 
 import itertools
+import json
+import re
 
 import numpy as np
 import pytest
@@ -142,3 +144,74 @@ def test_draw_when_the_seed_is_the_same_then_weights_are_and_look_like_transform
             assert first[name].std() == pytest.approx(float(tensor.std()), rel=0.4), name
         else:
             assert torch.equal(first[name], tensor), name
+
+
+def changed(folder, file="config.json", **values):
+    """Changes a JSON file of a model's folder."""
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refused(folder):
+    with pytest.raises(InvalidInput) as caught:
+        source.load_model(str(folder), torch.float32, from_scratch=False, seed=0)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300 + len(str(folder))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}},
+        {"model_type": "bert-generation-decoder", "auto_map": {"AutoConfig": "own.OwnConfig"}},
+    ],
+)
+def test_build_when_a_folder_brings_code_then_it_is_refused_without_a_question(
+    tmp_path, monkeypatch, values
+):
+    def asked(*_):
+        raise AssertionError("a question on a terminal would wait for an answer")
+
+    monkeypatch.setattr("builtins.input", asked)
+    make_family("qwen2", tmp_path)
+    changed(tmp_path, **values)
+    said = refused(tmp_path)
+    assert "auto_map: code of its own is not run; expected a model_type that" in said
+    assert "trust_remote_code" not in said
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"dtype": "auto"}, "AttributeError, .*auto"),
+        ({"hidden_size": "32"}, "hidden_size.* expected int"),
+        ({"layer_types": ["full_attention"] * 7}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, "KeyError, 'su'"),
+        ({"vocab_size": 1, "pad_token_id": 5}, "AssertionError, Padding_idx"),
+        ({"num_attention_heads": 0, "head_dim": None}, "ZeroDivisionError"),
+    ],
+)
+def test_build_when_transformers_raises_anything_then_one_line_names_the_file(
+    tmp_path, values, said
+):
+    make_family("qwen2", tmp_path)
+    changed(tmp_path, **values)
+    assert re.search(rf"config\.json': transformers cannot load it: .*{said}", refused(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not a valid JSON file"),
+        ("[]", "TypeError, 'list' object is not a mapping"),
+        ('{"cache_implementation": "nope"}', r"ValueError, .*cache_implementation"),
+    ],
+)
+def test_load_model_when_generation_defaults_are_broken_then_the_file_is_named(
+    tmp_path, text, said
+):
+    make_family("qwen2", tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    expected = rf"generation_config\.json': transformers cannot read it: .*{said}"
+    assert re.search(expected, refused(tmp_path))
