@@ -41,6 +41,25 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def refuse_quantized(directory: Path) -> None:
+    """Refuses a model whose weights are not plain floating-point numbers, by its config.json.
+
+    Raises:
+        InvalidInput: It has a `quantization_config`, or it cannot be read.
+    """
+    config = read_config(directory)
+    key = "quantization_config"
+    for part in (config, config.get("text_config")):
+        if not isinstance(part, dict) or part.get(key) is None:
+            continue
+        found = part[key]
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        raise InvalidInput(
+            f"{str(directory / 'config.json')!r}: {key}: quant_method {method!r:.100}: expected a "
+            "bfloat16 copy of the model, whose config.json has no such key"
+        )
+
+
 def serving_dtype(requested: str, directory: Path, *, gpu: bool) -> str:
     """Returns the precision of inference servers and of the weights published to them.
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.config.transports import in_object_store
 from areal.datasets.rows import READERS
-from areal.errors import CannotStart, ConfigError
+from areal.errors import CannotStart, ConfigError, InvalidInput
+from areal.model_directory import refuse_quantized
 from areal.types import GenerationHyperparameters
 from areal.weights.objects import ObjectStore
 from areal.weights.publisher import TransportError
@@ -46,7 +47,7 @@ def check_start(
         lambda: gateway_problem(config),
     )
     if with_trainer:
-        checks += (lambda: dataset_problem(config),)
+        checks += (lambda: quantization_problem(config), lambda: dataset_problem(config))
     for check in checks:
         if why := check():
             raise CannotStart(why)
@@ -82,6 +83,18 @@ def tokenizer_problem(config: BaseExperimentConfig, *, will_prepare: bool) -> st
     ):
         return ""
     return f"model.path {config.model.path!r}: no tokenizer.json there; copy it next to the model"
+
+
+def quantization_problem(config: BaseExperimentConfig) -> str:
+    """Returns why a trainer would not read the model's weights; "" if the model is not there."""
+    folder = Path(config.model.path)
+    if not config.model.path or not (folder / "config.json").is_file():
+        return ""
+    try:
+        refuse_quantized(folder)
+    except InvalidInput as error:
+        return str(error)
+    return ""
 
 
 def dataset_problem(config: BaseExperimentConfig) -> str:

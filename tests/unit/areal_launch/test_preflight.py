@@ -142,3 +142,12 @@ def test_resolve_when_only_the_model_is_given_then_no_file_is_needed(
     recipe.write_text(RECIPE)
     resolved = resolve_run(recipe, None, [f"model.path={model}"])
     assert resolved.config.model.path == str(model)
+
+
+def test_check_when_the_model_is_quantized_then_its_method_is_named(
+    model: Path, tmp_path: Path
+) -> None:
+    (model / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    assert "quantization_config: quant_method 'gptq': expected" in refusal(
+        experiment(model, tmp_path)
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from areal_torch.engines.model.tensor_directory import TensorDirectory
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST = 32 << 20
 _GATHERED = 1 << 20
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @contextmanager
@@ -92,13 +93,18 @@ def load_own(hf: Any, directory: Path) -> tuple[list[hub_names.Step], list[Any]]
         How it was read, for `hub_names.remember`.
 
     Raises:
-        InvalidInput: A tensor is unknown, missing, of another shape, or given twice, differently;
-            nothing is changed.
+        InvalidInput: A tensor is unknown, missing, of another shape, quantized, or given twice,
+            differently; nothing is changed.
     """
     live = hub_names.live_tensors(hf)
     with TensorDirectory(directory) as tensors:
         try:
+            # First, because scales beside them would be unknown tensors.
+            _expect_floats(tensors, (n for n, d in tensors.dtypes.items() if d.startswith("F")))
             steps, used = hub_names.import_steps(hf, tensors)
+            for step in steps:
+                if live[step.target].is_floating_point():
+                    _expect_floats(tensors, step.names)
         except InvalidInput as error:
             raise InvalidInput(f"directory {str(directory)!r}: {error}") from None
         for step in steps:
@@ -109,6 +115,16 @@ def load_own(hf: Any, directory: Path) -> tuple[list[hub_names.Step], list[Any]]
             for name, tensor in step.run(hf, map(tensors.read, step.names)):
                 local(live[name]).copy_(tensor[own_box(live[name])])
     return steps, used
+
+
+def _expect_floats(tensors: TensorDirectory, names: Iterable[str]) -> None:
+    """Refuses numbers of 8 bits and integers, which mean nothing without their scales."""
+    for name in names:
+        if (dtype := tensors.dtypes[name]) not in _FLOATS:
+            raise InvalidInput(
+                f"tensor {name!r} has dtype {dtype}; expected one of {', '.join(_FLOATS)}: a "
+                "bfloat16 copy of the model"
+            )
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from areal.chassis.collector import collector_paused
 from areal.chassis.logging import get_logger
 from areal.errors import InvalidInput
-from areal.model_directory import read_config
+from areal.model_directory import read_config, refuse_quantized
 from areal_torch.engines.model import fill, guards, hub_names, precision
 from areal_torch.engines.model.attention.dispatch import in_a_line
 from areal_torch.engines.model.guards import is_scalar
@@ -34,13 +34,15 @@ def build(
         from_scratch: The folder has no weights, so towers are in the model, frozen.
 
     Raises:
-        InvalidInput: There is no such folder, or transformers cannot build such a model.
+        InvalidInput: There is no such folder, its weights are quantized, or transformers cannot
+            build such a model.
     """
     directory = Path(path)
     if not (directory / "config.json").is_file():
         raise InvalidInput(
             f"path={path!r}: expected a Hugging Face model directory with config.json"
         )
+    refuse_quantized(directory)
     with collector_paused():
         from transformers import (
             AutoConfig,

@@ -49,12 +49,15 @@ class TensorDirectory:
         """
         self.shapes: dict[str, tuple[int, ...]] = {}
         """The shape of every tensor."""
+        self.dtypes: dict[str, str] = {}
+        """The dtype of every tensor, as safetensors calls it."""
         self._places: dict[str, tuple[Path, TensorPlace]] = {}
         self._open: dict[Path, int] = {}
         self._closing = ExitStack()
         for file in weight_files(directory):
             for place in read_layout(file).places:
                 self.shapes[place.name] = place.shape
+                self.dtypes[place.name] = place.dtype
                 self._places[place.name] = (file, place)
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.unit.areal_torch.engines.hub_families import make_family
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -179,6 +179,30 @@ def test_build_when_a_folder_brings_code_then_it_is_refused_without_a_question(
     said = refused(tmp_path)
     assert "auto_map: code of its own is not run; expected a model_type that" in said
     assert "trust_remote_code" not in said
+
+
+@pytest.mark.parametrize("part", [{}, {"text_config": {"hidden_size": 32}}])
+def test_build_when_weights_are_quantized_then_the_method_is_named(tmp_path, part):
+    make_family("qwen2", tmp_path)
+    changed(tmp_path, quantization_config={"quant_method": "awq", "bits": 4}, **part)
+    said = refused(tmp_path)
+    assert "config.json': quantization_config: quant_method 'awq'" in said
+    assert "expected a bfloat16 copy" in said
+
+
+@pytest.mark.parametrize(("dtype", "named"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
+def test_load_model_when_a_weight_has_8_bits_then_its_dtype_is_named(tmp_path, dtype, named):
+    make_family("qwen2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(dtype)
+    if dtype.is_floating_point:  # scales are unknown tensors, but not what is wrong
+        weights["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1)
+    save_file(weights, file, {"format": "pt"})
+    assert f"tensor {name!r} has dtype {named}; expected one of F64, F32, F16, BF16" in refused(
+        tmp_path
+    )
 
 
 @pytest.mark.parametrize(
