@@ -33,6 +33,7 @@ from areal.errors import CannotStart, InvalidInput
 from areal_torch.algorithms import packing
 from areal_torch.algorithms.packing import ROUTES, Batch
 from areal_torch.engines.model.attention.dispatch import in_a_line
+from areal_torch.engines.model.fill import local
 from areal_torch.engines.model.guards import (
     decoder_of,
     is_scalar,
@@ -131,6 +132,8 @@ def _compare(
         seconds=time.perf_counter() - started,
     )
     if not result.difference <= result.tolerance:  # NaN is not
+        if not bool(expected.isfinite().all()):  # transformers' own: no matter of packing
+            raise InvalidInput(f"model {type(model.hf).__name__}: {_not_finite(model.hf)}")
         raise refusal(
             model.hf,
             f"logprobs differ by {result.difference:.2g} nats a token from those of each sequence "
@@ -141,6 +144,14 @@ def _compare(
         return result
     _test_routes(model, batch, result.tolerance)
     return replace(result, replays_routes=not routes.refused)
+
+
+def _not_finite(hf: Any) -> str:
+    """Returns why logprobs are not finite, from this rank's part of the weights."""
+    for name, parameter in hf.named_parameters():
+        if not bool(local(parameter.detach()).isfinite().all()):
+            return f"tensor {name!r} holds NaN or infinity; expected finite weights"
+    return "logprobs are not finite; expected finite numbers in its weights and its config.json"
 
 
 def _mean(found: Tensor, expected: Tensor) -> float:

@@ -222,3 +222,24 @@ def test_initialize_when_transformers_does_not_know_the_architecture_then_says_s
     ) as refusal:
         initialize(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+def test_self_test_when_a_weight_is_not_finite_then_it_is_named(tmp_path):
+    wild_model(tmp_path, "llama")
+    hf = load_model(str(tmp_path), torch.float32, from_scratch=False, seed=0)
+    with torch.no_grad():
+        hf.model.norm.weight[3] = float("nan")
+    model = PackedCausalLM(hf, kernel="packed", chunk_elements=1 << 20)
+    with pytest.raises(
+        InvalidInput, match=r"'model\.norm\.weight' holds NaN or infinity; expected finite"
+    ):
+        self_test(model, torch.device("cpu"), torch.float32)
+
+
+def test_self_test_when_the_config_makes_logprobs_nan_then_it_says_so(tmp_path):
+    wild_model(tmp_path, "llama", rms_norm_eps=float("nan"))
+    hf = load_model(str(tmp_path), torch.float32, from_scratch=False, seed=0)
+    model = PackedCausalLM(hf, kernel="packed", chunk_elements=1 << 20)
+    with pytest.raises(InvalidInput, match=r"logprobs are not finite.*config\.json") as caught:
+        self_test(model, torch.device("cpu"), torch.float32)
+    assert "choose another model" not in str(caught.value)
