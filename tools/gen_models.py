@@ -201,6 +201,11 @@ def render(rows: list[Row]) -> str:
         "same",
         "comparison without a run.",
         "",
+        "A quantized checkpoint (`quantization_config` in its config.json: FP8, AWQ, GPTQ, MXFP4 "
+        "and so on) is",
+        "refused. Train a bfloat16 copy of it. Code that a checkpoint brings along (`auto_map`) is "
+        "not run.",
+        "",
         f"## Correct ({count(RIGHT)})",
         "",
         "Another test trains each of these models for a step, saves it, and loads it with "
