@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from areal.datasets._shards import check_shards
 from areal.datasets.jsonl import load_jsonl
 from areal.errors import InvalidInput, Unavailable
 
@@ -45,8 +46,9 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
 
     Raises:
         InvalidInput: There is nothing at the address, the split has no files (`NoSplitError`) or no
-            rows, the dataset has several configs and the address names none, or the Hub answers
-            with HTTP 401, 403 or 404. A private or gated dataset needs a token in HF_TOKEN.
+            rows, files of a numbered set (`-of-00003`) are missing, the dataset has several configs
+            and the address names none, or the Hub answers with HTTP 401, 403 or 404. A private or
+            gated dataset needs a token in HF_TOKEN.
         Unavailable: The Hub cannot be reached or answers with another error.
 
     Example:
@@ -151,6 +153,7 @@ def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
             f"dataset {address}: has several configs; append one of them to the name: "
             f"{', '.join(sorted('/' + each[-1] for each in configs if each))}"
         )
+    check_shards(mine, address)
     return mine
 
 

@@ -84,6 +84,42 @@ def test_folder_when_it_is_not_what_was_meant_then_one_line_says_what_is_there(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["train-00000-of-00003", "train-00002-of-00003"], "train-00001-of-00003 is missing, "),
+        (["train-00001-of-00003"], "train-00000-of-00003, train-00002-of-00003 are missing"),
+        (["train/data-0-of-2"], "data-1-of-2 is missing, expected 2 files of that name"),
+        (["train-0-of-9"], "train-1-of-9, train-2-of-9, train-3-of-9, … are missing"),
+        (["train-0-of-1", "train-0-of-2", "train-1-of-2"], "say -of-1 and -of-2: expected"),
+        (["train-0-of-2", "train-1-of-2", "train-2-of-2"], r"3 files train-\* say -of-2, exp"),
+        (["train-0-of-1", "train-00-of-01"], r"2 files train-\* say -of-0?1, expected 1"),
+    ],
+)
+def test_folder_when_files_of_a_numbered_set_are_missing_then_they_are_named(
+    folder: Callable[..., Path], names: list[str], said: str
+) -> None:
+    place = folder(**{f"{name}.jsonl": jsonl({"n": 1}) for name in names})
+    with pytest.raises(InvalidInput, match=said):
+        load_rows(place)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train-1-of-2", "train-2-of-2", "test-0-of-4"],
+        ["train/a-0-of-1", "train/b-0-of-1"],
+        ["train-0", "train-2"],
+        ["train/7-of-9-tales"],
+    ],
+)
+def test_folder_when_numbered_sets_are_whole_then_they_are_read(
+    folder: Callable[..., Path], names: list[str]
+) -> None:
+    place = folder(**{f"{name}.jsonl": jsonl({"name": name}) for name in names})
+    assert [row["name"] for row in load_rows(place)] == [n for n in names if n[:2] == "tr"]
+
+
 def test_folder_when_splits_share_the_beginning_of_their_names_then_they_stay_apart(
     folder: Callable[..., Path],
 ) -> None:
