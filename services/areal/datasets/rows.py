@@ -29,6 +29,8 @@ from areal.errors import InvalidInput, Unavailable
 _ANSWER_S = 30.0  # of the Hub, to a question that is not a download
 # A branch that the Hub makes itself.
 _CONVERTED = "refs/convert/parquet"
+# What datasets' `save_to_disk` writes beside its Arrow files.
+_SAVED = ("state.json", "dataset_info.json")
 
 
 def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]:
@@ -56,12 +58,15 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
         dict_keys(['question', 'answer'])
     """
     text = str(address)
+    if not text.strip():  # Path("") would be the working folder
+        raise InvalidInput(
+            f"dataset {text!r}: expected a file, a folder or hf://org/name[/config][@revision]"
+        )
     if text.startswith("hf://"):
         return _from_hub(text, split)
     place = Path(text)
     if place.is_dir():
-        found = {str(each.relative_to(place)) for each in place.rglob("*") if each.is_file()}
-        return _read(place, _of_split(found, split, text), text)
+        return _from_folder(place, split, text)
     rows = _read(place.parent, [place.name], text)
     if split != "train" and not _is_of(PurePosixPath(place.name), split):
         # All of it would be the training rows again.
@@ -70,6 +75,28 @@ def load_rows(address: str | Path, split: str = "train") -> list[dict[str, Any]]
             "of that split, or train_and_heldout(), which holds rows out of a file"
         )
     return rows
+
+
+def _from_folder(place: Path, split: str, address: str) -> list[dict[str, Any]]:
+    found = {each.relative_to(place).as_posix() for each in place.rglob("*") if each.is_file()}
+    # Those of `Dataset.save_to_disk`; their .json files are no rows.
+    saved = {
+        folder
+        for folder in (str(PurePosixPath(each).parent) for each in found)
+        if {str(PurePosixPath(folder, name)) for name in _SAVED} <= found
+    }
+    others = [each for each in found if str(PurePosixPath(each).parent) not in saved]
+    try:
+        chosen = _of_split(others, split, address)
+    except (_NoFilesError, NoSplitError) as error:
+        mine = [each for each in saved if split in PurePosixPath(each).parts]
+        if not (mine if isinstance(error, NoSplitError) else saved):
+            raise
+        raise InvalidInput(
+            f"dataset {address}: a folder of datasets' save_to_disk, which is not read here: load "
+            f"it with datasets.load_from_disk and write dataset.to_parquet('{split}.parquet')"
+        ) from None
+    return _read(place, chosen, address)
 
 
 def _from_hub(address: str, split: str) -> list[dict[str, Any]]:
@@ -133,6 +160,7 @@ def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
         each
         for each in files
         if each.endswith(known)
+        and not _is_hidden(PurePosixPath(each))
         and (PurePosixPath(each).suffix != ".json" or _is_of(PurePosixPath(each), split))
     )
     if not listed:
@@ -155,6 +183,11 @@ def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
         )
     check_shards(mine, address)
     return mine
+
+
+def _is_hidden(path: PurePosixPath) -> bool:
+    """Whether a program keeps it for itself: `.ipynb_checkpoints/train.jsonl`."""
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
 def _is_of(path: PurePosixPath, split: str) -> bool:

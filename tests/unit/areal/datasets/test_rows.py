@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from areal.datasets.rows import load_rows
+from areal.datasets.rows import NoSplitError, load_rows
 from areal.errors import InvalidInput
 from areal_torch.models.tiny import save_tokenizer
 
@@ -118,6 +118,59 @@ def test_folder_when_numbered_sets_are_whole_then_they_are_read(
 ) -> None:
     place = folder(**{f"{name}.jsonl": jsonl({"name": name}) for name in names})
     assert [row["name"] for row in load_rows(place)] == [n for n in names if n[:2] == "tr"]
+
+
+def test_folder_when_programs_keep_copies_in_hidden_places_then_these_are_not_read(
+    folder: Callable[..., Path],
+) -> None:
+    place = folder(
+        **{
+            "train.jsonl": jsonl({"n": 1}),
+            ".ipynb_checkpoints/train.jsonl": jsonl({"n": 2}),
+            "__pycache__/train.jsonl": jsonl({"n": 3}),
+            "train/.old.jsonl": jsonl({"n": 4}),
+        }
+    )
+    assert load_rows(place) == [{"n": 1}]
+
+
+def test_folder_when_it_is_in_a_hidden_place_then_it_is_read(folder: Callable[..., Path]) -> None:
+    place = folder(**{".cache/rows/train.jsonl": jsonl({"n": 1})})
+    assert load_rows(place / ".cache" / "rows") == [{"n": 1}]
+
+
+@pytest.mark.parametrize("inside", ["", "train/", "all/train/"])
+def test_folder_when_datasets_saved_it_then_one_line_says_how_to_write_parquet(
+    folder: Callable[..., Path], inside: str
+) -> None:
+    files = {f"{inside}{name}.json": b"{}" for name in ("state", "dataset_info")}
+    place = folder(**files, **{f"{inside}data-00000-of-00001.arrow": b"x"})
+    with pytest.raises(InvalidInput, match=r"save_to_disk.*dataset\.to_parquet\(") as caught:
+        load_rows(place)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_when_datasets_saved_a_part_of_it_then_the_other_files_are_read(
+    folder: Callable[..., Path],
+) -> None:
+    files = {f"train/{name}.json": b"{}" for name in ("state", "dataset_info")}
+    place = folder(**files, **{"test.jsonl": jsonl({"n": 1})})
+    assert load_rows(place, "test") == [{"n": 1}]
+    with pytest.raises(InvalidInput, match="save_to_disk"):
+        load_rows(place)
+    with pytest.raises(NoSplitError):
+        load_rows(place, "heldout")
+
+
+@pytest.mark.parametrize("address", ["", " "])
+def test_rows_when_the_address_is_empty_then_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    (tmp_path / "train.jsonl").write_bytes(jsonl({"n": 1}))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match=r"dataset ' ?': expected a file, a folder or hf://"):
+        load_rows(address)
+    assert load_rows(".") == [{"n": 1}]
 
 
 def test_folder_when_splits_share_the_beginning_of_their_names_then_they_stay_apart(
