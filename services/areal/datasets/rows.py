@@ -18,10 +18,11 @@ rows are those of the JSON Lines file that it was made from.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from areal.datasets._formats import READ, seems
 from areal.datasets._shards import check_shards
 from areal.datasets.jsonl import load_jsonl
 from areal.errors import InvalidInput, Unavailable
@@ -152,7 +153,7 @@ class NoSplitError(InvalidInput):
     """There are rows at the address, but none of the split."""
 
 
-def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
+def _of_split(files: Collection[str], split: str, address: str) -> list[str]:
     """The files of a split, in order: all of one form and one config."""
     known = tuple(READERS)
     # Folders have .json files that are no rows (dataset_infos.json).
@@ -164,13 +165,14 @@ def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
         and (PurePosixPath(each).suffix != ".json" or _is_of(PurePosixPath(each), split))
     )
     if not listed:
+        others = sorted(each for each in files if not _is_hidden(PurePosixPath(each)))
         raise _NoFilesError(
             f"dataset {address}: no {', '.join(known[:-1])} or {known[-1]} files there"
+            + (f", only {_shown(others)}" if others else "")
         )
     mine = [each for each in listed if _is_of(PurePosixPath(each), split)]
     if not mine:
-        shown = ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "")
-        raise NoSplitError(f"dataset {address}: no files of split {split!r} among {shown}")
+        raise NoSplitError(f"dataset {address}: no files of split {split!r} among {_shown(listed)}")
     form = next(form for form in READERS if any(each.endswith(form) for each in mine))
     mine = [each for each in mine if each.endswith(form)]
     configs = {
@@ -183,6 +185,10 @@ def _of_split(files: Iterable[str], split: str, address: str) -> list[str]:
         )
     check_shards(mine, address)
     return mine
+
+
+def _shown(files: Sequence[str]) -> str:
+    return ", ".join(files[:5]) + (", …" if len(files) > 5 else "")
 
 
 def _is_hidden(path: PurePosixPath) -> bool:
@@ -214,8 +220,22 @@ def _read_parquet(file: Path) -> list[dict[str, Any]]:
     try:
         rows = parquet.read_table(file).to_pylist(maps_as_pydicts="strict")
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise InvalidInput(f"dataset {str(file)!r}: {' '.join(str(error).split())}") from None
+        said = " ".join(str(error).split())
+        if file.is_file() and (kind := _seems(file)):
+            said = f"seems to be {kind}: {READ}"
+        raise InvalidInput(f"dataset {str(file)!r}: {said}") from None
+    for number, row in enumerate(rows, 1):
+        if row and all(value is None for value in row.values()):
+            raise InvalidInput(
+                f"{file}: row {number}: null in each column ({', '.join(row)}): expected a value"
+            )
     return [_unpadded(row) for row in rows]
+
+
+def _seems(file: Path) -> str:
+    with file.open("rb") as opened:
+        kind = seems(file.name, opened.read(64))
+    return "" if kind.startswith("Parquet") else kind
 
 
 def _unpadded(value: Any) -> Any:

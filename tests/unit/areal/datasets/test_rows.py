@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -65,7 +66,8 @@ def test_folder_when_split_by_folder_and_in_two_forms_then_parquet_is_read(
 @pytest.mark.parametrize(
     ("files", "split", "said"),
     [
-        ({"a.csv": b"x"}, "train", r"no \.parquet, \.jsonl or \.json files there"),
+        ({"a.csv": b"x"}, "train", r"no \.parquet, \.jsonl or \.json files there, only a\.csv$"),
+        ({".git": b"x"}, "train", r"no \.parquet, \.jsonl or \.json files there$"),
         ({"train.jsonl": jsonl({"n": 1})}, "tset", r"no files of split 'tset' among train\.jsonl"),
         ({"train.parquet": b"PAR1"}, "train", r"train\.parquet"),
         ({"train.parquet": table()}, "train", r"has no rows"),
@@ -227,6 +229,76 @@ def test_json_file_when_it_is_no_array_of_rows_then_one_line_says_so(
         load_rows(folder(**{"a.json": content}) / "a.json")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"data": [{"prompt": "a"}, {"prompt": "b"}]},
+        {"prompt": ["a", "b"], "answer": ["1", "2"]},
+        {"messages": [[{"role": "user", "content": "a"}]]},
+        {"prompt": {"0": "a", "1": "b"}, "answer": {"0": "1", "1": "2"}},
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_json_file_when_it_is_one_object_of_lists_then_refused(
+    folder: Callable[..., Path], value: dict[str, Any], indent: int | None
+) -> None:
+    place = folder(**{"train.json": json.dumps(value, indent=indent).encode()})
+    with pytest.raises(
+        InvalidInput, match=r"train\.json': one object with .*expected a list of ro"
+    ):
+        load_rows(place)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "tags": ["b"]},
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"chosen": [{"role": "user", "content": "a"}], "rejected": []},
+        {},
+    ],
+)
+def test_json_file_when_it_has_one_row_then_it_is_read(
+    folder: Callable[..., Path], row: dict[str, Any]
+) -> None:
+    place = folder(**{"a.json": jsonl(row), "b.jsonl": jsonl({"x": [1]})})
+    assert load_rows(place / "a.json") == [row]
+    assert load_rows(place / "b.jsonl") == [{"x": [1]}]
+    (place / "a.json").write_bytes(jsonl({"x": [1]}, {"x": [2]}))
+    assert load_rows(place / "a.json") == [{"x": [1]}, {"x": [2]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl.gz", gzip.compress(jsonl({"n": 1})), "gzip"),
+        ("a.jsonl", gzip.compress(jsonl({"n": 1})), "gzip"),
+        ("a.jsonl", table({"n": 1}), r"Parquet \(name it \.parquet\)"),
+        ("data.arrow", b"\xff\xff\xff\xff\x10\x00", "Arrow"),
+        ("a.jsonl", jsonl({"n": 1}).decode().encode("utf-16"), "UTF-16"),
+        ("a.jsonl", jsonl({"n": 1}).decode().encode("utf-16-le"), "UTF-16"),
+        ("a.json", b'[{"n": "\xe9"}]', "text in another encoding than UTF-8"),
+        (
+            "a.jsonl",
+            jsonl({"n": 1}) + b'{"n": "\xe9"}',
+            r"a\.jsonl:2: .*another encoding than UTF-8",
+        ),
+        ("a.csv", b"prompt,answer\na,1\n", "CSV"),
+        ("a.tsv", b"prompt\tanswer\na\t1\n", "CSV"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS"),
+        ("a.parquet", gzip.compress(b"x"), "gzip"),
+    ],
+)
+def test_file_when_it_has_another_format_then_the_line_says_which(
+    folder: Callable[..., Path], name: str, content: bytes, said: str
+) -> None:
+    read = "expected Parquet, JSON Lines or JSON, in UTF-8"
+    with pytest.raises(InvalidInput, match=f"{said}.*{read}") as caught:
+        load_rows(folder(**{name: content}) / name)
+    assert "\n" not in str(caught.value)
+
+
 ROWS: list[dict[str, Any]] = [
     {
         "messages": [
@@ -294,4 +366,13 @@ def test_parquet_when_a_single_file_has_no_rows_then_refused(tmp_path: Path) -> 
     file = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"question": pa.array([], pa.string())}), file)
     with pytest.raises(InvalidInput, match="has no rows"):
+        load_rows(file)
+
+
+def test_parquet_when_a_row_has_no_value_then_its_number_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"prompt": ["a", None], "answer": ["1", None]}), file)
+    with pytest.raises(
+        InvalidInput, match=r"rows\.parquet: row 2: null in each column .prompt, answer"
+    ):
         load_rows(file)
