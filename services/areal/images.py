@@ -38,16 +38,25 @@ def data_url(file: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(file).decode()}"
 
 
+def row_images(row: dict[str, Any]) -> Sequence[Any]:
+    """Returns a row's `images`, in any form.
+
+    Raises:
+        InvalidInput: `images` is not a list.
+    """
+    images = row.get("images") or ()
+    if isinstance(images, (str, bytes)) or not isinstance(images, Sequence):
+        raise InvalidInput(f"images: expected a list, got {type(images).__name__} {images!r:.40}")
+    return images
+
+
 def image_files(row: dict[str, Any]) -> tuple[bytes, ...]:
     """Returns the files of a row's `images`, as a workflow finds them.
 
     Raises:
         InvalidInput: `images` is not a list, or an item is not the data URL of an image.
     """
-    images = row.get("images") or ()
-    if isinstance(images, str) or not isinstance(images, Sequence):
-        raise InvalidInput(f"images: expected a list, got {type(images).__name__}")
-    return tuple(_file(each, number) for number, each in enumerate(images))
+    return tuple(_file(each, number) for number, each in enumerate(row_images(row)))
 
 
 def _file(image: Any, number: int) -> bytes:

@@ -317,13 +317,40 @@ def workflow_from_pb(message: pb.WorkflowSpec) -> WorkflowSpec:
 
 
 def row_json(row: dict[str, Any]) -> str:
-    """Encodes a row; its images as data URLs."""
+    """Encodes a row, its images as data URLs; raises InvalidInput naming what JSON cannot hold."""
     try:
-        return dumps(row, images.portable, orjson.OPT_SERIALIZE_NUMPY).decode()
+        return _dumped(row).decode()
     except orjson.JSONEncodeError as error:
-        if isinstance(error.__cause__, InvalidInput):
-            raise error.__cause__ from None
+        if "ecursion" not in str(error) and (fault := _no_json(row, "")):
+            raise InvalidInput(f"field {fault}") from None
         raise
+
+
+def _dumped(value: Any) -> bytes:
+    return dumps(value, images.portable, orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _no_json(value: Any, where: str) -> str:
+    """Names the first value inside that JSON cannot hold; "": there is none."""
+    if isinstance(value, dict):
+        dot = "." if where else ""
+        for key, each in value.items():
+            if not isinstance(key, str):
+                return f"{where or 'names'}: got the key {key!r}, expected text"
+            if fault := _no_json(each, f"{where}{dot}{key}"):
+                return fault
+    elif isinstance(value, (list, tuple)):
+        faults = (_no_json(each, f"{where}[{number}]") for number, each in enumerate(value))
+        return next(filter(None, faults), "")
+    else:
+        try:
+            _dumped(value)
+        except orjson.JSONEncodeError as error:
+            if isinstance(error.__cause__, InvalidInput):  # a file that is no image
+                return f"{where}: {error.__cause__}"
+            kind = type(value).__name__
+            return f"{where}: got {kind} {value!r:.60}, expected a JSON type or an image"
+    return ""
 
 
 def task_to_pb(task: Task) -> pb.Task:

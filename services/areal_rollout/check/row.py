@@ -12,7 +12,6 @@ import asyncio
 from typing import Any
 
 import numpy as np
-import orjson
 
 from areal.config.experiment import GRPOConfig
 from areal.errors import InvalidInput
@@ -33,7 +32,7 @@ from areal_rollout.check.fakes import FakePolicy, InProcessScorer
 from areal_rollout.check.report import Report
 from areal_rollout.check.stand_ins import Sample
 from areal_rollout.episode import EpisodeEngine
-from areal_rollout.failures import describe_failure, where_it_waits
+from areal_rollout.failures import describe_failure, leading_error, where_it_waits
 from areal_rollout.results import group_of
 
 WORKFLOW_S = 20.0
@@ -105,8 +104,8 @@ class RowCheck:
         try:
             task = Task("e0-0", Purpose.TRAIN, spec, sample.row, position=(0, 0))
             return workflow, task_from_pb(task_to_pb(task)), module
-        except (TypeError, orjson.JSONEncodeError) as error:
-            raise InvalidInput(f"row: its values must be JSON types: {error}") from None
+        except (TypeError, InvalidInput) as error:
+            raise InvalidInput(f"row: {error}") from None
 
     async def _episode(
         self, workflow: RolloutWorkflow, engine: EpisodeEngine, lease: Lease
@@ -127,7 +126,11 @@ class RowCheck:
             return
         failure = describe_failure(error)
         verdict = "unknown" if failure.cause is ReturnCause.INFRASTRUCTURE else "failed"
-        self._report.found("workflow", verdict, failure.detail, failure.traceback)
+        # Of a bad row, the line says it all; the traceback is of our own code, unless the recipe
+        # (the failure's site) passed the row on.
+        mine = not failure.site and isinstance(leading_error(error), InvalidInput)
+        trace = "" if mine else failure.traceback
+        self._report.found("workflow", verdict, failure.detail, trace)
 
     def _packed(self, group: TrajectoryGroup) -> str:
         """Checks a group as the ledger and the trainer do; raises InvalidInput."""

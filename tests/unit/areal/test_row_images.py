@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from decimal import Decimal
 
 import orjson
 import pytest
@@ -65,15 +66,32 @@ def test_row_when_an_image_is_none_then_is_refused_in_one_line(image, message, t
         sent({"images": [given]})
 
 
-def test_row_when_it_holds_something_else_then_json_says_so():
-    with pytest.raises(TypeError, match="object"):
-        sent({"images": [object()]})
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"images": [object()]}, r"^field images\[0\]: got object <object "),
+        (
+            {"a": {"b": [1, Decimal("1.5")]}},
+            r"^field a\.b\[1\]: got Decimal Decimal\('1\.5'\), exp",
+        ),
+        ({"a": 1, "b": {2}}, r"^field b: got set \{2\}, expected a JSON type or an image"),
+        ({"a": {(1, 2): 1}}, r"^field a: got the key \(1, 2\), expected text"),
+        ({"a": [b"x"]}, r"^field a\[0\]: image of 1 bytes begins with b'x'"),
+        ({1: 1}, "^field names: got the key 1, expected text"),
+        ({"a": "\ud800"}, "^field a: got str '.ud800'"),
+    ],
+)
+def test_row_when_it_holds_something_else_then_the_field_is_named(row, message):
+    with pytest.raises(InvalidInput, match=message):
+        sent(row)
 
 
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        ("data:image/png;base64,AAAA", "images: expected a list, got str"),
+        ("data:image/png;base64,AAAA", "images: expected a list, got str 'data:image/png"),
+        (float("nan"), "images: expected a list, got float nan"),
+        (b"x", "images: expected a list, got bytes b'x'"),
         (["picture.png"], r"images\[0\]: expected data:image/.*got 'picture.png'"),
         ([data_url(png()), "data:image/png;base64,A?"], r"images\[1\]: not base64"),
     ],

@@ -163,7 +163,7 @@ EPISODE = "class Mine(Mine):\n    async def arun_episode(self, engine, data):\n 
         ("def workflow_of(config): return Mine(object())\n", "workflow", "gconfig"),
         ("def workflow_of(config): return reward_fn\n", "workflow", "expected an object of a Roll"),
         ("ROWS = [{'answer': '2'}]\n", "workflow", "expected 'messages' (a list) or 'prompt'"),
-        ("ROWS = [{'prompt': 'x', 'answer': {1}}]\n", "workflow", "must be JSON types"),
+        ("ROWS = [{'prompt': 'x', 'answer': {1}}]\n", "workflow", "row: field answer: got set {1}"),
         ("ROWS = [{'prompt': 'x' * 300, 'answer': '2'}]\n", "workflow", "leaves no room in a cont"),
         ("ROWS = ['1+1=']\n", "dataset", "expected a mapping, got str"),
         ("def loader_of(config): return ROWS\n", "dataset", "expected (epoch, index, row)"),
@@ -185,6 +185,15 @@ def test_check_when_a_stage_fails_then_it_is_named_with_the_cause(
     assert said in last["said"]
     if "Error: " in last["said"] and MINE in more and stage == "workflow":
         assert "recipe.py:" in last["said"]
+
+
+def test_check_when_the_row_is_bad_then_there_is_a_traceback_only_through_the_recipe(
+    run: Check,
+) -> None:
+    last = run("ROWS = [{'answer': '2'}]\n")[-1]
+    assert "expected 'messages'" in last["said"]
+    assert "traceback" not in last
+    assert run(MINE + EPISODE + "return engine.tokenizer.apply_chat_template([])")[-1]["traceback"]
 
 
 def test_check_when_the_tokenizer_is_missing_then_it_fails_there(
