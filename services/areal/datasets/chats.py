@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from areal.datasets._contents import check_chat
 from areal.datasets.pairs import split_pair
 from areal.errors import InvalidInput
 from areal.tokenizer.chat_template import REASONING, plain_messages
@@ -58,7 +59,7 @@ def chat_unit(tokenizer: Tokenizer, messages: Messages, tools: Any = None) -> Un
             no place for a part of the chat or ends a turn with no token that ends a generation, or
             the tokens of an assistant turn cannot be identified.
     """
-    tokenizer.check_chat(messages, tools)
+    check_chat(tokenizer, messages, tools)
     chat = _Chat(tokenizer, messages, tools)
     return list(chat.sequences(chat.learned()))
 
@@ -100,7 +101,7 @@ def pair_unit(tokenizer: Tokenizer, row: Mapping[str, Any]) -> Unit:
     pair = Pair()
     for key, whole in (("chosen", both.chosen), ("rejected", both.rejected)):
         try:
-            tokenizer.check_chat(whole, row.get("tools"))
+            check_chat(tokenizer, whole, row.get("tools"))
             chat = _Chat(tokenizer, whole, row.get("tools"))
             turns = [turn for turn in chat.learned() if turn >= both.prompt]
             pair.append(chat.sequence(turns))
@@ -128,7 +129,7 @@ def answer_ids(tokenizer: Tokenizer, messages: Messages, tools: Any = None) -> l
         InvalidInput: The chat template refuses the messages, or has no place for a part of those
             before the answer or for the tools.
     """
-    tokenizer.check_chat(messages[:-1], tools)
+    check_chat(tokenizer, messages[:-1], tools)
     chat = _Chat(tokenizer, messages, tools)
     ids = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=False)
     more = None if chat.ended(ids) else chat.next(len(messages) - 1)

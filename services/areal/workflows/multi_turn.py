@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from areal.datasets._contents import check_chat
 from areal.errors import InvalidInput
 from areal.tokenizer.chat_template import plain_tools
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Trajectory
@@ -83,7 +84,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
         """Returns equal conversations at their first prompt."""
         messages = row_messages(data, self.system_prompt)
         tools = plain_tools(data.get("tools"))
-        engine.tokenizer.check_chat(messages, tools)
+        added = int(self.system_prompt is not None)
+        check_chat(engine.tokenizer, messages, tools, added=added)
         renderer = TemplateRenderer(engine.tokenizer, **self.template)
         return [Conversation(renderer, messages, tools=tools) for _ in range(count)]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from areal.datasets._contents import check_chat
 from areal.errors import InvalidInput
-from areal.images import image_files
+from areal.images import image_files, row_images
 from areal.rewards import BUILTIN, builtin_reward
 from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, make_trajectory
@@ -77,13 +78,14 @@ class RLVRWorkflow(RolloutWorkflow):
                 if data.get("tools"):
                     raise InvalidInput("tools: this tokenizer has no chat template to show them")
                 return engine.tokenizer.encode((self.system_prompt or "") + prompt)
-            seen = [{"type": "image"} for _ in data.get("images") or ()]
+            seen = [{"type": "image"} for _ in row_images(data)]
             content = [*seen, {"type": "text", "text": prompt}] if seen else prompt
             messages = [{"role": "user", "content": content}]
         if self.system_prompt is not None:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         tools = data.get("tools")
-        engine.tokenizer.check_chat(messages, tools)
+        added = int(self.system_prompt is not None)
+        check_chat(engine.tokenizer, messages, tools, added=added)
         return engine.tokenizer.apply_chat_template(messages, tools=tools)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from areal.datasets._contents import check_chat
 from areal.errors import InvalidInput, PromptTooLong
 from areal.types import (
     GenerationHyperparameters,
@@ -110,7 +111,7 @@ class ToolWorkflow(RolloutWorkflow):
     ) -> list[Conversation]:
         """Returns equal conversations at their first prompt."""
         opening = row_messages(data, self.system_prompt)
-        engine.tokenizer.check_chat(opening)
+        check_chat(engine.tokenizer, opening, added=int(self.system_prompt is not None))
         renderer = TemplateRenderer(engine.tokenizer, **self.template)
         return [Conversation(renderer, opening, tools=schemas) for _ in range(count)]
 

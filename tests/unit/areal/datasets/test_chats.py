@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,3 +191,15 @@ def test_chat_when_no_turn_is_the_assistants_then_refused(tokenizer) -> None:
 def test_chat_when_text_holds_the_mark_then_refused() -> None:
     with pytest.raises(InvalidInput, match="no character that marks"):
         chat_unit(with_template(MARKED), [*CHAT[:4], {"role": "assistant", "content": "\ufdd0x"}])
+
+
+@pytest.mark.parametrize("content", [None, 42, float("nan")])
+def test_chats_when_a_content_is_no_text_then_the_message_is_named(
+    tokenizer: Tokenizer, content: Any
+) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+    said = rf"messages\[1\]\.content {content}: expected text"
+    with pytest.raises(InvalidInput, match=f"^row 1: {said}"):
+        chat_units(tokenizer, [{"messages": messages}])
+    with pytest.raises(InvalidInput, match=f"^row 1: rejected: {said}"):
+        pair_units(tokenizer, [{"prompt": "q", "chosen": "a", "rejected": messages[1:]}])

@@ -107,6 +107,35 @@ def test_prompts_when_a_row_is_malformed_then_it_is_named() -> None:
             check(workflow, ["x"], 100)
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": None}, "None: expected text"),
+        ({"role": "user"}, "None: expected text"),
+        ({"role": "user", "content": 3}, "3: expected text"),
+        ({"role": "user", "content": float("nan")}, "nan: expected text"),
+        ({"role": "assistant", "content": None}, "None: expected text, or null beside tool_calls"),
+    ],
+)
+@pytest.mark.parametrize("system", [None, "Add."])
+@pytest.mark.parametrize("kind", [RLVRWorkflow, MultiTurnWorkflow, ToolWorkflow])
+def test_prompts_when_a_content_is_no_text_then_the_message_is_named(
+    kind: type, system: str | None, message: dict[str, Any], said: str
+) -> None:
+    workflow = kind(*([[]] if kind is ToolWorkflow else []), "math", system_prompt=system)
+    rows = [{"messages": [{"role": "user", "content": "a"}, message]}]
+    with pytest.raises(InvalidInput, match=rf"row 1: messages\[1\]\.content {said} .*template"):
+        check(workflow, rows, 100)
+
+
+def test_prompts_when_a_call_has_no_content_then_the_template_decides() -> None:
+    template = "{% for m in messages %}{{ m.content or m.tool_calls[0].function.name }}{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    row = {"messages": [{"role": "user", "content": "a"}, call]}
+    read = lambda: Tokenizer(make_byte_tokenizer(), chat_template=template)  # noqa: E731
+    check_prompts(RLVRWorkflow("math"), [row], read, 100)
+
+
 def test_prompts_when_tools_of_servers_are_unknown_then_the_rest_counts() -> None:
     workflow = ToolWorkflow([McpServer(["no-such-server"])])
     check(workflow, [{"prompt": "x", "tools": [{"name": "theirs"}]}], 100)

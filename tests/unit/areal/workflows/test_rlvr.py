@@ -84,6 +84,7 @@ async def test_rlvr_when_there_is_no_chat_template_then_prompt_is_plain_text():
         ({"question": "7"}, r"'messages' .* or 'prompt' .* got the fields \['question'\]"),
         ({"prompt": 7}, "'prompt' \\(a string\\)"),
         ({"messages": [{"content": "x"}]}, r"messages\[0\]"),
+        ({"prompt": "a", "images": float("nan")}, "images: expected a list, got float nan"),
     ],
 )
 async def test_rlvr_when_the_row_is_malformed_then_names_it(row, message):
