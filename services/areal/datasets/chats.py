@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from areal.datasets._contents import check_chat
 from areal.datasets.pairs import split_pair
 from areal.errors import InvalidInput
+from areal.tokenizer.chat_contents import check_chat
 from areal.tokenizer.chat_template import REASONING, plain_messages
 
 if TYPE_CHECKING:

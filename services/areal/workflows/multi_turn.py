@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from areal.datasets._contents import check_chat
 from areal.errors import InvalidInput
+from areal.tokenizer.chat_contents import check_chat
 from areal.tokenizer.chat_template import plain_tools
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, Trajectory
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow

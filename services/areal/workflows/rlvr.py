@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal.datasets._contents import check_chat
 from areal.errors import InvalidInput
 from areal.images import image_files, row_images
 from areal.rewards import BUILTIN, builtin_reward
+from areal.tokenizer.chat_contents import check_chat
 from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, make_trajectory
 from areal.workflows.large_text import apart, size_of

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from areal.datasets._contents import check_chat
 from areal.errors import InvalidInput, PromptTooLong
+from areal.tokenizer.chat_contents import check_chat
 from areal.types import (
     GenerationHyperparameters,
     LLMRequest,
