@@ -9,7 +9,9 @@ from pathlib import PurePosixPath
 
 from areal.errors import InvalidInput
 
-_SHARD = re.compile(r"(?P<name>.*?)(?P<number>\d+)-of-(?P<total>\d+)")
+# Earlier releases of datasets put a hash behind: `train-00000-of-00001-a09b74b3ef9c3b56.parquet`.
+NUMBERED = r"(?P<number>\d+)-of-(?P<total>\d+)(-[0-9a-f]{16})?"
+_SHARD = re.compile(rf"(?P<name>.*?){NUMBERED}")
 _SHOWN = 3
 
 

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from areal.datasets._formats import READ, seems
-from areal.datasets._shards import check_shards
+from areal.datasets._shards import NUMBERED, check_shards
 from areal.datasets.jsonl import load_jsonl
 from areal.errors import InvalidInput, Unavailable
 
@@ -198,7 +198,7 @@ def _is_hidden(path: PurePosixPath) -> bool:
 
 def _is_of(path: PurePosixPath, split: str) -> bool:
     """`train.jsonl`, `train-00000-of-00002.parquet`, `train/0000.parquet`; not `train_sft-…`."""
-    numbered = re.fullmatch(rf"{re.escape(split)}(-\d+(-of-\d+)?)?", path.stem)
+    numbered = re.fullmatch(rf"{re.escape(split)}(-\d+|-{NUMBERED})?", path.stem)
     return numbered is not None or split in path.parts[:-1]
 
 

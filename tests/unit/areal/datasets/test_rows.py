@@ -90,6 +90,7 @@ def test_folder_when_it_is_not_what_was_meant_then_one_line_says_what_is_there(
     ("names", "said"),
     [
         (["train-00000-of-00003", "train-00002-of-00003"], "train-00001-of-00003 is missing, "),
+        (["train-00001-of-00002-a09b74b3ef9c3b56"], "train-00000-of-00002 is missing, "),
         (["train-00001-of-00003"], "train-00000-of-00003, train-00002-of-00003 are missing"),
         (["train/data-0-of-2"], "data-1-of-2 is missing, expected 2 files of that name"),
         (["train-0-of-9"], "train-1-of-9, train-2-of-9, train-3-of-9, … are missing"),
@@ -110,6 +111,7 @@ def test_folder_when_files_of_a_numbered_set_are_missing_then_they_are_named(
     "names",
     [
         ["train-1-of-2", "train-2-of-2", "test-0-of-4"],
+        [f"train-0000{n}-of-00002-a09b74b3ef9c3b5{n}" for n in (0, 1)],
         ["train/a-0-of-1", "train/b-0-of-1"],
         ["train-0", "train-2"],
         ["train/7-of-9-tales"],
