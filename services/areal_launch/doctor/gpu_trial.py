@@ -7,13 +7,14 @@
 | train step    | eight tokens forward and backward, with the kernel that is chosen | this Python  |
 | nccl pair     | a collective between two ranks                                    | this Python  |
 | sglang        | `import sglang`                                                   | the servers' |
-| compiler      | nvcc, g++ and ninja are found: SGLang builds kernels at its start | the servers' |
+| compiler      | nvcc, g++, ninja for torch's CUDA: SGLang builds kernels at start | the servers' |
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -167,7 +168,27 @@ def _compiler(config: BaseExperimentConfig, python: str) -> Finding:
     tools = {name: shutil.which(name, path=path) for name in ("nvcc", "g++", "ninja")}
     if absent := [name for name, found in tools.items() if not found]:
         return note(f"no {', '.join(absent)}: SGLang may build kernels at its start", _TOOLKIT)
-    return ok(", ".join(str(found) for found in tools.values()))
+    built, toolkit = probe(python).build, _toolkit(str(tools["nvcc"]))
+    if toolkit and built.startswith("CUDA ") and _major(toolkit) != _major(built):
+        found = f"{tools['nvcc']} is of {toolkit}, and the servers' torch is built for {built}"
+        return note(f"{found}: kernels that SGLang builds may not load", _TOOLKIT)
+    found = ", ".join(str(each) for each in tools.values())
+    return ok(f"{found}; {toolkit}" if toolkit else found)
+
+
+def _toolkit(nvcc: str) -> str:
+    """Returns the toolkit's version as torch names builds (`CUDA 13.0`); "" if it is not said."""
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(  # noqa: S603 - found on the path that a build would use
+            [nvcc, "--version"], capture_output=True, timeout=ROW_S, check=False
+        ).stdout
+        if release := re.search(rb"release (\d+\.\d+)", said):
+            return f"CUDA {release[1].decode()}"
+    return ""
+
+
+def _major(cuda: str) -> str:
+    return cuda.partition(".")[0]
 
 
 def _run(command: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any] | Finding:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from areal.config.allocation import AUTO, Layout, of_ranks, parse_allocation
 from areal.config.experiment import BaseExperimentConfig
+from areal.config.transports import TRANSPORTS
 from areal.errors import CannotStart
 from areal_launch.clusters.base import count_nodes, servers_on_gpus, too_few_nodes
 from areal_launch.doctor.findings import Finding, missing, note, ok
@@ -26,6 +27,7 @@ from areal_launch.gpus.engine import (
     sglang_installed,
     sglang_python,
 )
+from areal_launch.gpus.nccl import Nccl, installed_nccl
 from areal_launch.gpus.probe import Device, TorchFound, probe
 from areal_launch.gpus.visible import MIG, VARIABLE, device_files, lent, listed
 
@@ -43,6 +45,8 @@ class Machine:
     program."""
     sglang: Installed
     device_files: int = 0
+    nccl: Nccl | None = None
+    """None: trainer and servers form no process group on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Judged:
     trainer: tuple[str, ...] = ()
     """GPUs of the trainer's ranks; empty if the run cannot start, or has other nodes."""
     servers: tuple[str, ...] = ()
+    nccl: Finding | None = None
+    """None: no process group on GPUs of this machine."""
     devices: tuple[Device, ...] = ()
     """torch's description of the GPUs in `trainer`, then of those in `servers`, if it was asked.
     The GPUs are the same if `allocation_mode` has `|`."""
@@ -62,7 +68,7 @@ class Judged:
     @property
     def findings(self) -> list[Finding]:
         """The rows of a report."""
-        return [self.gpus, *([self.engine] if self.engine else [])]
+        return [each for each in (self.gpus, self.engine, self.nccl) if each is not None]
 
     def least_free(self, *, trainer: bool) -> int:
         """Returns the free bytes of the fullest GPU of ranks or of servers; 0: not known."""
@@ -86,7 +92,9 @@ def look(
         found = probe(sys.executable, memory=memory)
     elif config.stack.gpus_per_node and sglang is Installed.WHOLE and not _own_command(config):
         found = probe(str(sglang_python()), memory=memory)
-    return Machine(os.environ, found, sglang, device_files())
+    grouped = with_trainer and TRANSPORTS[config.weight_sync.transport].process_group
+    nccl = installed_nccl(config) if grouped and servers_on_gpus(config) else None
+    return Machine(os.environ, found, sglang, device_files(), nccl)
 
 
 def judge(config: BaseExperimentConfig, machine: Machine, *, servers_only: bool = False) -> Judged:
@@ -117,6 +125,7 @@ def judge(config: BaseExperimentConfig, machine: Machine, *, servers_only: bool 
         engine,
         names[:ranks],
         names[first:ends],
+        _nccl(machine.nccl) if machine.nccl and not (engine and engine.verdict.fatal) else None,
         _devices([*range(ranks), *range(first, ends)], machine.torch),
     )
 
@@ -297,3 +306,16 @@ def _engine(config: BaseExperimentConfig, sglang: Installed) -> Finding | None:
         return replace(missing(problem, fix), name="engine")
     argv = inference_command(config) if command else [str(sglang_python())]
     return replace(ok(" ".join(argv)), name="engine")
+
+
+def _nccl(found: Nccl) -> Finding:
+    """The row of a process group's NCCL."""
+    if not (found.trainer and found.servers):
+        side = "the servers' environment" if found.trainer else "this environment"
+        fix = "compare torch.cuda.nccl.version() of both, or set weight_sync.transport=disk"
+        return replace(note(f"the version in {side} is unknown", fix), name="nccl")
+    if found.trainer != found.servers:
+        differ = f"NCCL {found.trainer} for the trainer, {found.servers} for the servers"
+        fix = f"install a torch with NCCL {found.servers} here, or set weight_sync.transport=disk"
+        return replace(missing(f"{differ}: they cannot form a process group", fix), name="nccl")
+    return replace(ok(f"{found.trainer} for trainer and servers"), name="nccl")

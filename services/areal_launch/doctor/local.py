@@ -7,7 +7,7 @@ import copy
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +16,6 @@ import psutil
 
 from areal.config.allocation import parse_allocation
 from areal.config.experiment import BaseExperimentConfig, GRPOConfig, cautions
-from areal.config.transports import TRANSPORTS
 from areal.errors import ArealError
 from areal.memory_estimate import BYTES, ModelShape
 from areal.model_directory import serving_dtype
@@ -42,7 +41,6 @@ from areal_launch.doctor.preflight import (
     weights_problem,
 )
 from areal_launch.doctor.settle import open_question, settle, shape_of
-from areal_launch.gpus.engine import inference_command
 from areal_launch.processes.free_ports import FIRST_PORT, LAST_PORT, PortPicker
 from areal_launch.stack.plan import missing_model
 from areal_launch.stack.stores import find_nats_server, find_redis_server
@@ -140,9 +138,6 @@ def _gpu_findings(config: BaseExperimentConfig, shape: ModelShape | None) -> lis
     if serves:
         there = judged.least_free(trainer=False)
         checks["server memory"] = partial(_server_memory, config, shape, there)
-        broken = judged.engine is not None and judged.engine.verdict.fatal
-        if TRANSPORTS[config.weight_sync.transport].process_group and not broken:
-            checks["nccl"] = partial(_nccl, config)
     return [*judged.findings, *examine(checks)]
 
 
@@ -243,32 +238,6 @@ def _trainer_memory(config: GRPOConfig, shape: ModelShape | None, there: int) ->
         return unknown(f"{found}; there is no GPU here to compare with")
     found += f"; its GPU has {there / _GIB:.1f} GiB free"
     return ok(found) if rank.need.total <= there else missing(found, rank.ways_out)
-
-
-def _nccl(config: BaseExperimentConfig) -> Finding:
-    """A group of trainer and servers needs the same NCCL on both sides.
-
-    The servers' engine is there.
-    """
-    here = _nccl_in([Path(each) for each in sys.path if each])
-    python = Path((inference_command(config) or [sys.executable])[0])
-    there = _nccl_in(python.parent.parent.glob("lib/python*/site-packages"))
-    if not (here and there):
-        side = "the servers' environment" if here else "this environment"
-        fix = "compare torch.cuda.nccl.version() of both, or set weight_sync.transport=disk"
-        return note(f"the version in {side} is unknown", fix)
-    if here != there:
-        fix = f"install a torch with NCCL {there} here, or set weight_sync.transport=disk"
-        return note(f"{here} for the trainer, {there} for the servers: they may not connect", fix)
-    return ok(f"{here} for trainer and servers")
-
-
-def _nccl_in(folders: Iterable[Path]) -> str:
-    """The version of NCCL that is installed as a package; empty: none is."""
-    path = [str(each) for each in folders]
-    names = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-    found = (each for name in names for each in metadata.distributions(name=name, path=path))
-    return next((each.version for each in found), "")
 
 
 def _server_memory(config: BaseExperimentConfig, shape: ModelShape | None, there: int) -> Finding:

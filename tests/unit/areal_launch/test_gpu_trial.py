@@ -85,6 +85,30 @@ def test_trial_when_everything_works_then_the_step_and_the_pair_are_real(
     assert found["cuda, trainer"].found.endswith("H100 0, H100 1")
 
 
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        ("Cuda compilation tools, release 13.2, V13.2.1", CheckResult.OK),  # torch: CUDA 13.0
+        ("Cuda compilation tools, release 12.8, V12.8.93", CheckResult.NOTE),
+        ("what is this", CheckResult.OK),
+    ],
+)
+def test_compiler_when_nvcc_is_of_another_cuda_than_torch_then_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, verdict: CheckResult
+) -> None:
+    with_gpus(monkeypatch, tmp_path)
+    folder = tmp_path / ".venv-sglang-gpu/bin"
+    for name in ("nvcc", "g++", "ninja"):
+        (folder / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    config = build_config(GRPOConfig, None, list(GPUS))
+    row = gpu_trial._compiler(config, str(folder / "python"))
+    assert row.verdict is verdict
+    if verdict is CheckResult.NOTE:
+        assert "nvcc is of CUDA 12.8, and the servers' torch is built for CUDA 13.0" in row.found
+
+
 def small(config: dict[str, object]) -> dict[str, object]:
     return {**config, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
 
