@@ -44,28 +44,34 @@ def closure(*names: str) -> set[str]:
     return found
 
 
-def on_bare_machine(
-    kit: Path, out: Path, *options: str, carried: list[Requirement] = CARRIED
-) -> list[dict[str, Any]]:
-    """Run the kit where only torch, transformers, what they need, and `carried` can be imported."""
+def bare_machine(carried: list[Requirement] = CARRIED) -> dict[str, str]:
+    """Environment in which only torch, transformers, what they need, and `carried` are there."""
     there = closure("torch", "transformers") | {canonicalize_name(each.name) for each in carried}
     there |= {"areal-services"}  # the modules in the kit's folder have the names of the installed
     paths = [str(FILTER)]
     if other := os.environ.get("AREAL_TEST_TRANSFORMERS"):  # make test-transformers
         paths.append(other)
         there |= closure("httpx")  # of the huggingface-hub that came with it
-    environment = os.environ | {
-        "GPU_MACHINE": ",".join(there),
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    return os.environ | {"GPU_MACHINE": ",".join(there), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def on_bare_machine(
+    kit: Path, out: Path, *options: str, carried: list[Requirement] = CARRIED
+) -> list[dict[str, Any]]:
+    """Runs the kit on such a machine."""
     command = [sys.executable, "-m", "tools.gpu", "--miniature", "--out", str(out), *options]
+    done = run(command, kit, bare_machine(carried))
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(done.splitlines()) == len(lines) + 1
+    return lines
+
+
+def run(command: list[str], kit: Path, environment: dict[str, str]) -> str:
     done = subprocess.run(
         command, cwd=kit, env=environment, capture_output=True, text=True, check=False, timeout=580
     )
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(done.stdout.splitlines()) == len(lines) + 1
-    return lines
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +108,21 @@ def test_case_when_run_in_miniature_on_a_bare_machine_then_each_try_gives_figure
     if case.name == "rest":
         assert lines[0]["stack"].startswith("needs ")
         assert lines[0]["last_loss"] < lines[0]["first_loss"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("release", ["2.11", "2.14"])
+def test_contact_when_attention_has_the_signature_of_a_release_then_models_are_right(
+    kit: Path, release: str
+) -> None:
+    command = [sys.executable, str(FILTER / "attention.py"), release]
+    said = run(command, kit, bare_machine()).splitlines()
+    lines = [json.loads(each) for each in said if each.startswith("{")]
+    assert len(lines) == 6
+    for line in lines:
+        assert line["calls"] > 0, line
+        assert max(line["largest"], line["gradient"]) < 1e-5, line
 
 
 def test_kit_when_packed_elsewhere_then_it_runs_without_this_installation_and_leaves_nothing(

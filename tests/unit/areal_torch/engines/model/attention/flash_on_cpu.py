@@ -72,6 +72,26 @@ def torch_kernels(attend=attend):
         library._destroy()
 
 
+def varlen_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
+    return_aux=None, scale=None, window_size=(-1, -1),
+):  # fmt: skip
+    assert window_size[1] == 0
+    return attend(query, key, value, cu_seq_q, max_q, scale, window_size[0])
+
+
+def varlen_2_13(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
+    return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False,
+    seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    return varlen_2_11(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+    )
+
+
 def package(name, function):
     """A module that `find_spec` finds."""
     module = ModuleType(name)

@@ -11,6 +11,8 @@ from tests.unit.areal_torch.engines.model.attention.flash_on_cpu import (
     flash_2,
     package,
     pretend_gpu,
+    varlen_2_11,
+    varlen_2_13,
 )
 from tests.unit.areal_torch.engines.model.test_self_test import MADE_RIGHT, wild_model
 
@@ -31,32 +33,12 @@ def varlen_2_10(
     return attend(query, key, value, cu_seq_q, max_q, query.shape[2] ** -0.5, -1)
 
 
-def varlen_2_11(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
-    return_aux=None, scale=None, window_size=(-1, -1),
-):  # fmt: skip
-    assert window_size[1] == 0
-    return attend(query, key, value, cu_seq_q, max_q, scale, window_size[0])
-
-
 def varlen_2_11_of_a_strict_kernel(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
     return_aux=None, scale=None, window_size=(-1, -1),
 ):  # fmt: skip
     if key.shape[1] != query.shape[1]:
         raise RuntimeError("FlashAttention needs as many heads\nof keys as of queries")
-    return varlen_2_11(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
-    )
-
-
-def varlen_2_13(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
-    return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False,
-    seqused_k=None, block_table=None, num_splits=None,
-):  # fmt: skip
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError("Expect query and key/value to have the same number of heads")
     return varlen_2_11(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
     )
