@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le
 
 
 class TaskState(StrEnum):
@@ -78,7 +78,7 @@ class GenerationHyperparameters:
     temperature: float = 1.0
     """Sampling temperature; 0 means greedy, which is for evaluation only. Logprobs are those of the
     distribution at this temperature, both in sampling and in training."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Nucleus sampling; 1 turns it off. Logprobs are still those of the whole distribution, so
     training ignores the truncation, and the run starts with a warning."""
     top_k: int = -1

@@ -290,6 +290,11 @@ def config(
     from areal_launch.commands.stack import print_config
 
     if from_areal is not None:
+        if recipe or overrides or config:
+            beside = recipe or config or (overrides or [""])[0]
+            raise InvalidInput(
+                f"areal config --from-areal FILE: expected no {str(beside)!r} with it"
+            )
         sys.stdout.write(converted_yaml(from_areal))
         return 0
     if recipe is None:

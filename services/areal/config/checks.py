@@ -5,6 +5,8 @@ pydantic is imported by the check alone: `areal --help` and recipes in workers n
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -25,15 +27,19 @@ _EXPECTED = {
 
 
 def check(section: DataclassInstance) -> None:
-    """Compares every field, those of inner sections too, with its annotation.
+    """Compares every field, those of inner sections too, with its annotation; no NaN, no infinity.
 
     Raises:
         ConfigError: One line naming the dotted field, the value and what was expected.
     """
     from pydantic import ValidationError
 
+    values = asdict(section)
+    for key, number in _numbers(values, ""):
+        if not math.isfinite(number):
+            raise ConfigError(f"{key} {number}: expected a finite number")
     try:
-        _adapter(type(section)).validate_python(asdict(section))
+        _adapter(type(section)).validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     else:
@@ -44,6 +50,17 @@ def check(section: DataclassInstance) -> None:
     else:
         expected = first["msg"].removeprefix("Input should be ")
     raise ConfigError(f"{key} {value!r}: expected {expected}")
+
+
+def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _numbers(each, f"{key}.{name}".removeprefix("."))
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _numbers(each, f"{key}[{number}]")
+    elif isinstance(value, float):
+        yield key, value
 
 
 @cache

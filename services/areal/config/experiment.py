@@ -13,8 +13,9 @@ import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from annotated_types import Ge, Lt
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -57,11 +58,11 @@ class BaseExperimentConfig:
     """The fields that every experiment has."""
 
     experiment_name: str = "experiment"
-    """Name of a group of trials: lower-case letters, digits and dashes."""
+    """Name of a group of trials: at most 63 lower-case letters, digits and dashes."""
     trial_name: str = "trial0"
-    """Name of one run: lower-case letters, digits and dashes. Both names are part of Redis keys,
+    """Name of one run, of the same characters. Both names are part of Redis keys,
     NATS subjects and the path of the run folder."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
     """Seed of all random numbers in the trainer."""
     run_root: str = "runs"
     """Folder that contains the run folders, run_root/experiment_name/trial_name."""
@@ -127,7 +128,7 @@ class GRPOConfig(BaseExperimentConfig):
 
     algorithm: Algorithm = "grpo"
     """Sets the keys listed in docs/algorithms.md; a key that you set yourself takes precedence."""
-    total_train_steps: int = 100
+    total_train_steps: Annotated[int, Ge(1)] = 100
     """Number of train steps of the run."""
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
@@ -144,18 +145,26 @@ ConfigT = TypeVar("ConfigT", bound=BaseExperimentConfig)
 
 def known_keys(schema: type) -> list[str]:
     """Return all dotted keys of a config dataclass, sections included."""
-    keys: list[str] = []
+    return list(_types_of_keys(schema))
+
+
+@cache
+def _types_of_keys(schema: type) -> dict[str, Any]:
+    """The type of each dotted key, sections included."""
+    types: dict[str, Any] = {}
     hints = get_type_hints(schema)
     for item in fields(schema):
         if item.metadata.get("omegaconf_ignore"):
             continue
-        keys.append(item.name)
+        types[item.name] = hints[item.name]
         for option in (hints[item.name], *get_args(hints[item.name])):
             if is_dataclass(option):
-                keys += [f"{item.name}.{sub}" for sub in known_keys(cast("type", option))]
-    return keys
+                inner = _types_of_keys(cast("type", option))
+                types |= {f"{item.name}.{sub}": kind for sub, kind in inner.items()}
+    return types
 
 
+_NULL = re.compile(r"Incompatible value 'None'|field '.*' is not Optional")
 _CHOICE = re.compile(r"Invalid value '(.*)', expected one of (\[.*\])")
 
 
@@ -164,7 +173,8 @@ def _explain(error: Exception, schema: type, source: str) -> ConfigError:
     key = str(getattr(error, "full_key", "") or "")
     first = str(getattr(error, "msg", "") or error).split("\n", maxsplit=1)[0].strip()
     keys = known_keys(schema)
-    if key and key not in keys:
+    plain = key.partition("[")[0]  # without the index of a list's item
+    if plain and plain not in keys:
         if moved := hint_for(key):
             return ConfigError(f"{source}: unknown key {key!r}: {moved}")
         hint = did_you_mean(key, keys)
@@ -177,19 +187,49 @@ def _explain(error: Exception, schema: type, source: str) -> ConfigError:
         choices = [str(choice) for choice in ast.literal_eval(match[2])]
         expected = f"expected one of {', '.join(choices)}{did_you_mean(match[1], choices)}"
         return ConfigError(redact(f"{source}: {key} {match[1]!r}: {expected}"))
+    if _NULL.match(first):
+        return ConfigError(redact(f"{source}: {key} null: expected a value"))
     return ConfigError(redact(f"{source}: {key + ': ' if key else ''}{first}"))
 
 
-def _merge(base: DictConfig, extra: Any, schema: type, source: str) -> DictConfig:
+def _left_open(value: Any, key: str) -> str:
+    """Returns the first key whose value is OmegaConf's mark of one to be set; "" if none."""
+    if isinstance(value, dict):
+        inner = (_left_open(value[name], f"{key}.{name}".removeprefix(".")) for name in value)
+        return next((each for each in inner if each), "")
+    return key if value == "???" else ""
+
+
+def _misplaced(part: DictConfig, schema: type) -> str:
+    """Returns what a part has in place of a section or of a list; "" if nothing."""
+    types = _types_of_keys(schema)
+
+    def find(node: Any, key: str) -> str:
+        kinds = [kind for kind in (types.get(key), *get_args(types.get(key))) if kind]
+        if any(is_dataclass(kind) for kind in kinds) or not key:
+            if isinstance(node, dict):
+                inner = (find(node[name], f"{key}.{name}".removeprefix(".")) for name in node)
+                return next((each for each in inner if each), "")
+            return "" if node is None else f"{key}: expected a section (keys with values)"
+        wanted = any(get_origin(kind) is list for kind in kinds)
+        return f"{key}: expected a list" if wanted and not isinstance(node, list) else ""
+
+    return find(OmegaConf.to_container(part), "")
+
+
+def _merge(base: DictConfig, extra: DictConfig, schema: type, source: str) -> DictConfig:
     try:
         return cast("DictConfig", OmegaConf.merge(base, extra))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
+        if misplaced := _misplaced(extra, schema):
+            raise ConfigError(f"{source}: {misplaced}") from None
         raise _explain(error, schema, source) from None
 
 
 def _read_yaml(path: Path) -> DictConfig:
     if not path.is_file():
-        raise ConfigError(f"config file {str(path)!r} does not exist")
+        found = "is not a file" if path.exists() else "does not exist"
+        raise ConfigError(f"config file {str(path)!r} {found}")
     try:
         loaded = OmegaConf.load(path)
     except Exception as error:  # yaml and OmegaConf raise unrelated classes
@@ -209,16 +249,25 @@ def build_config(
         ConfigError: One line naming the key, the value and what was expected.
     """
     parts = [] if file is None else [(_read_yaml(file), str(file))]
-    return _resolve(schema, parts + [_read_override(each) for each in overrides or []])
+    return _resolve(schema, parts + [_read_override(each, schema) for each in overrides or []])
 
 
-def _read_override(override: str) -> tuple[DictConfig, str]:
-    if "=" not in override or override.startswith("-"):
+def _read_override(override: str, schema: type) -> tuple[DictConfig, str]:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip(".") or override.startswith("-"):
         raise ConfigError(f"override {override!r}: expected key=value")
+    source = f"override {override!r}"
     try:
-        return OmegaConf.from_dotlist([override]), f"override {override!r}"
+        part = OmegaConf.from_dotlist([override])
+        kind = _types_of_keys(schema).get(key)
+        if str in (kind, *get_args(kind)):
+            value = OmegaConf.select(part, key, throw_on_resolution_failure=False)
+            if isinstance(value, bool | int | float):  # 007 is a name
+                OmegaConf.update(part, key, text.strip())
     except Exception as error:  # the dotlist parser raises many classes
-        raise ConfigError(f"override {override!r}: {str(error).splitlines()[0]}") from None
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"{source}: expected YAML after '=': {first}") from None
+    return part, source
 
 
 def _resolve(schema: type[ConfigT], parts: list[tuple[DictConfig, str]]) -> ConfigT:
@@ -232,12 +281,18 @@ def _resolve(schema: type[ConfigT], parts: list[tuple[DictConfig, str]]) -> Conf
                 config = _merge(config, part, schema, source)
             return config
 
+    for part, source in parts:
+        if key := _left_open(OmegaConf.to_container(part), ""):
+            raise ConfigError(f"{source}: {key} '???': expected a value")
     result = merged(base := _defaults(cast("Any", schema)))
     if issubclass(schema, GRPOConfig):
         chosen = preset(result.algorithm, result.gconfig.max_new_tokens)
         if any(chosen.values()) or "critic" in chosen:
             result = merged(cast("DictConfig", OmegaConf.merge(base, chosen)))
-    config = cast("ConfigT", OmegaConf.to_object(result))
+    try:
+        config = cast("ConfigT", OmegaConf.to_object(result))
+    except (OmegaConfBaseException, RecursionError) as error:  # ${…}
+        raise _explain(error, schema, ", ".join(source for _, source in parts)) from None
     validate(config)
     return config
 
@@ -258,7 +313,8 @@ def validate(config: BaseExperimentConfig) -> None:
     for key in ("experiment_name", "trial_name"):
         if not _NAME.fullmatch(getattr(config, key)):
             raise ConfigError(
-                f"{key} {getattr(config, key)!r}: expected lower-case letters, digits and dashes"
+                f"{key} {getattr(config, key)!r}: expected at most 63 lower-case letters, digits "
+                "and dashes, none of these at an end"
             )
     allocation = parse_allocation(config.allocation_mode)
     layout = allocation.layout
@@ -312,6 +368,8 @@ def _complete(config: GRPOConfig) -> None:
             "greedy answers have no sampling probability to train on (pass an evaluation its own "
             "GenerationHyperparameters)"
         )
+    if gconfig.top_k < 1 and gconfig.top_k != -1:
+        raise ConfigError(f"gconfig.top_k {gconfig.top_k}: expected 1 or more, or -1 for all")
     if overlong > gconfig.max_new_tokens:
         raise ConfigError(
             f"actor.overlong_tokens {overlong}: expected 0 to {gconfig.max_new_tokens} "
@@ -425,7 +483,7 @@ def load_service_config(file: Path, overrides: list[str] | None = None) -> GRPOC
     known = {item.name for item in fields(GRPOConfig)}
     for key in [k for k in loaded if k not in known]:
         del loaded[key]
-    parts = [(loaded, str(file)), *(_read_override(each) for each in overrides or [])]
+    parts = [(loaded, str(file)), *(_read_override(each, GRPOConfig) for each in overrides or [])]
     return _resolve(GRPOConfig, parts)
 
 

@@ -31,7 +31,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the inference servers and of published weights: `float32`, `bfloat16`, or `auto`
     (bfloat16 on GPUs, the checkpoint's dtype on CPUs)."""
-    context_length: int = 4096
+    context_length: Annotated[int, Ge(1)] = 4096
     """Maximum length of prompt and completion together, in tokens."""
 
 
@@ -217,7 +217,7 @@ class StackConfig:
     """Number of GPUs on each node. Inference servers and trainer ranks do not share GPUs. On this
     machine they are the first of `CUDA_VISIBLE_DEVICES` (indices, UUIDs or MIG slices), if it is
     set. With 0, servers and trainer see no GPU, and compute on CPUs."""
-    gateway_port: Annotated[int, Ge(0)] = 0
+    gateway_port: Annotated[int, Ge(0), Le(65535)] = 0
     """Port of the gateway and its dashboard. With 0, a free port is chosen; a trial that runs
     again takes the same port if it is still free."""
     ranks_per_node: Annotated[int, Ge(0)] = 0

@@ -61,7 +61,7 @@ class OptimizerConfig:
 
     lr: Annotated[float, Ge(0)] = 1.7e-5
     """Peak learning rate."""
-    weight_decay: float = 0.017
+    weight_decay: Annotated[float, Ge(0)] = 0.017
     """Decoupled weight decay, applied only to tensors of two or more dimensions (not to biases or
     norms)."""
     beta1: Annotated[float, Ge(0), Lt(1)] = field(default=0.9, metadata=_NOT_A_KEY)
@@ -77,7 +77,7 @@ class OptimizerConfig:
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: `constant`, or a `linear` or `cosine` decay to
     `lr * min_lr_ratio`."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Final learning rate as a fraction of `lr`, for `linear` and `cosine`."""
     warmup_steps_proportion: Annotated[float, Ge(0), Le(1)] = 0.05
     """Fraction of all optimizer steps that are used for a linear warm-up; there is no warm-up if
@@ -328,7 +328,7 @@ class PPOActorConfig(TrainEngineConfig):
     also be `leave1out` (the mean of the group's other samples; a group of one gets 0). With STD
     `group`, the divisor is 1 if the group has one sample or its rewards are all equal. Rewards
     before the last token are scaled in the same way."""
-    kl_ctl: float = 0.0
+    kl_ctl: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL penalty in the token rewards. The penalty compares the policy at the start
     of the update with the reference (`reference_logprobs`)."""
     kl_loss_ctl: Annotated[float, Ge(0)] = 0.0

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from typer.testing import CliRunner
 
 from areal.config.experiment import GRPOConfig, build_config
 from areal.errors import ConfigError
+from areal_launch.cli import app
 from areal_launch.commands.from_areal import Converted, convert, converted_yaml
 
 # As AReaL 1.0 has them; `${...}` as in its own files.
@@ -234,6 +236,17 @@ def test_file_when_it_is_bad_then_one_line_says_so(tmp_path: Path, text: str, sa
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="No such file"):
         converted_yaml(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("beside", [["seed=3"], ["my_recipe"], ["--config", "mine.yaml"]])
+def test_file_when_something_else_is_given_too_then_it_is_refused(
+    tmp_path: Path, beside: list[str]
+) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(THEIRS)
+    answer = CliRunner().invoke(app, ["config", "--from-areal", str(file), *beside])
+    assert answer.exit_code == 2
+    assert f"expected no '{beside[-1]}' with it" in answer.output
 
 
 def test_result_when_a_value_cannot_be_then_the_first_comment_names_it(tmp_path: Path) -> None:
