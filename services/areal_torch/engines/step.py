@@ -403,13 +403,15 @@ class TrainStep:
             seen = vision.plan(self.model.hf, mb, layout).map(self._to_device)
         elif self._somewhere_images:
             seen = vision.blank(self.model.hf, layout).map(self._to_device)
-        layout = layout.map(self._to_device)
         empty = not len(targets)
         # A micro-batch without loss tokens still takes part in the collectives of forward and
         # backward; it may be a single token, so it asks for its first.
-        wanted = self._to_device(targets.new_zeros(1) if empty else targets)
+        targets = targets.new_zeros(1) if empty else targets
+        own = self.model.own_targets(layout, targets, head)
+        own = None if own is None else self._to_device(own)
+        layout, wanted = layout.map(self._to_device), self._to_device(targets)
         mb = {key: self._to_device(value) for key, value in mb.items()}
-        read, beside = self.model(mb, layout, wanted, head, seen)
+        read, beside = self.model(mb, layout, wanted, head, seen, own)
         if empty:
             read, beside = read * 0.0, beside * 0
         count = len(mb["input_ids"])

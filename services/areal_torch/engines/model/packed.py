@@ -103,6 +103,19 @@ class PackedCausalLM(nn.Module):
             batch, share_prefixes=share_prefixes, buckets=buckets, least=least, chunk=chunk
         )
 
+    def own_targets(self, layout: PackedLayout, targets: Tensor, head: Head) -> Tensor | None:
+        """Returns which targets are read off this rank's tokens, and one more: never none.
+
+        How many there are is known where the layout is planned, in host memory. None: this rank
+        has all tokens.
+        """
+        if self.context is None:
+            return None
+        rows = _rows(layout, targets, head)
+        first, count = self.context.own(len(layout.computed))
+        own = torch.nonzero((rows >= first) & (rows < first + count)).flatten()
+        return torch.cat([own, own.new_zeros(1)])
+
     def forward(
         self,
         batch: Batch,
@@ -110,6 +123,7 @@ class PackedCausalLM(nn.Module):
         targets: Tensor,
         head: Head,
         seen: vision.Seen | None = None,
+        own: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Computes what a head reads.
 
@@ -120,6 +134,8 @@ class PackedCausalLM(nn.Module):
                 Position 0 means "no target"; ignore the value returned for it.
             head: With a shift it reads at the token before the target.
             seen: The batch's images; None for text.
+            own: From `own_targets`, moved; None: found here, for which the host waits if ranks
+                share a micro-batch's tokens.
 
         Returns:
             What `head.read` does, with N the targets.
@@ -140,16 +156,15 @@ class PackedCausalLM(nn.Module):
             output = guards.decoder_of(self.hf)(
                 **inputs, attention_mask=None, use_cache=False, **attention
             )
-        # The distribution of token t is read off token t - 1: the only shift in the code base.
-        rows = layout.locate[(targets - head.shift).clamp(min=0)]
+        rows = _rows(layout, targets, head)
         hidden = output.last_hidden_state[0]
         if seen is not None:
             hidden = hidden + nothing
         if self.context is None:
             return self._read_off(hidden, rows, batch, targets, head)
+        found = self.own_targets(layout, targets, head) if own is None else own
+        assert found is not None
         first, count = self.context.own(len(layout.computed))
-        own = torch.nonzero((rows >= first) & (rows < first + count)).flatten()
-        found = torch.cat([own, own.new_zeros(1)])  # one more than there are: never none
         here = (rows[found] - first).clamp(0, count - 1)
         read, beside = self._read_off(hidden, here, batch, targets[found], head)
         whole = (self.context.sum_parts(_spread(part, found, len(rows))) for part in (read, beside))
@@ -169,6 +184,12 @@ class PackedCausalLM(nn.Module):
                 "changes for all sequences of a micro-batch; expected prompt and response within "
                 f"{self.rope_limit} tokens (gconfig.max_new_tokens), or a model with yarn rope"
             )
+
+
+def _rows(layout: PackedLayout, targets: Tensor, head: Head) -> Tensor:
+    """Returns the computed token that each target is read off."""
+    # The distribution of token t is read off token t - 1: the only shift in the code base.
+    return layout.locate[(targets - head.shift).clamp(min=0)]
 
 
 def _spread(part: Tensor, found: Tensor, total: int) -> Tensor:
