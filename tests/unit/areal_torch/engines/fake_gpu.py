@@ -33,11 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from areal.config.allocation import Layout  # noqa: E402
-from areal.config.training import MicroBatchSpec, TrainEngineConfig  # noqa: E402
+from areal.config.training import LoraConfig, MicroBatchSpec, TrainEngineConfig  # noqa: E402
 from areal_torch.algorithms import packing  # noqa: E402
 from areal_torch.algorithms.losses import sft_loss  # noqa: E402
 from areal_torch.engines import optimizer, step  # noqa: E402
-from areal_torch.engines.model import heads, source  # noqa: E402
+from areal_torch.engines.model import heads, lora, source  # noqa: E402
 from areal_torch.engines.model.attention import dispatch  # noqa: E402
 from areal_torch.engines.model.packed import PackedCausalLM  # noqa: E402
 from areal_torch.engines.parallel import memory  # noqa: E402
@@ -86,7 +86,9 @@ class Host(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("pin_memory", False):  # to copy to: its content is not known, either
+            return operator(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         fake = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         to = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
@@ -98,12 +100,18 @@ class Host(TorchDispatchMode):
             return torch.empty(args[0].shape, dtype=args[0].dtype, device=to)
         read = packet in (aten._local_scalar_dense, aten.is_nonzero)
         copied = packet is aten._to_copy and to is not None and to.type == "cpu"
-        if read or copied:
+        written = packet is aten.copy_ and args[0].device.type == "cpu"
+        beside = kwargs.get("non_blocking") or (written and args[2:] == (True,))
+        if beside or not (read or copied or written):
+            return operator(*args, **kwargs)
+        if fake[-1].device == GPU:
             self.waits.append(str(operator))
-            with unset_fake_temporarily():
-                value = torch.ones(fake[0].shape, dtype=kwargs.get("dtype") or fake[0].dtype)
+        if written:
+            return args[0]
+        with unset_fake_temporarily():  # numbers are 1; questions, such as for NaN, are denied
+            dtype = kwargs.get("dtype") or fake[0].dtype
+            value = torch.full(fake[0].shape, dtype != torch.bool, dtype=dtype)
             return value.item() if read else value
-        return operator(*args, **kwargs)
 
 
 class Event:
@@ -206,15 +214,31 @@ def _head_traffic(width: int, tokens: int, rows: int) -> float:
 
 
 def train_step(
-    shape: str, layout: str, kernel: str = "auto", mode: str = "none", moments: str = "float32"
+    shape: str,
+    layout: str,
+    kernel: str = "auto",
+    mode: str = "none",
+    moments: str = "float32",
+    *also: str,
 ) -> dict[str, Any]:
-    """Where the host waits in each of two train steps of two micro-batches, and what they say."""
+    """Where the host waits in each of two train steps of two micro-batches, and what they say.
+
+    Args:
+        shape: Of a file in tools/gpu/shapes.
+        layout: Of the ranks; this process is the first of them.
+        kernel: `attn_impl`.
+        mode: What layers recompute.
+        moments: Dtype of the optimizer's.
+        also: `lora`, `offload`.
+    """
     dist.init_process_group("fake", rank=0, world_size=Layout.parse(layout).ranks)
     with tempfile.TemporaryDirectory() as folder, driver():
         config = json.loads((SHAPES / f"{shape}.json").read_text()) | {"num_hidden_layers": 2}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         own = TrainEngineConfig(path=folder, layout=layout, gradient_checkpointing=mode)  # type: ignore[arg-type]
         own.mb_spec = MicroBatchSpec(max_tokens_per_mb=1024)
+        own.lora = LoraConfig() if "lora" in also else None
+        own.offload = "offload" in also
         assert own.optimizer is not None
         own.optimizer.moments = moments  # type: ignore[assignment]
         return _train(own, kernel)
@@ -226,7 +250,9 @@ def _train(config: TrainEngineConfig, kernel: str) -> dict[str, Any]:
     compute, master = resolve_precision(config, GPU)
     mesh = make_mesh(config.layout, GPU, 60)
     budget = memory.budget(config, mesh, GPU)
-    hf = source.build(config.path, master)
+    hf = source.build(config.path, master if config.lora is None else compute)
+    if config.lora is not None:
+        lora.inject(hf, config.lora, master)
     memory.recompute_layers(hf, budget.mode, "eager")
     # Fake tensors have no values to try a kernel with.
     with mock.patch.object(dispatch, "_failure", return_value=None):
@@ -243,15 +269,16 @@ def _train(config: TrainEngineConfig, kernel: str) -> dict[str, Any]:
         mock.patch.object(torch, "empty", on_host),
         mock.patch.object(_fsdp_init, "_move_states_to_device"),
     ):
-        parallelize(model, mesh, compute, master)
+        parallelize(model, mesh, compute, master, offload=config.offload)
     rows = [{"input_ids": list(range(512)), "loss_mask": [n > 255 for n in range(512)]}] * 4
     batch = packing.pack(rows, list(range(4)))
-    found: dict[str, Any] = {"kernel": chosen, "waits": []}
+    offloaded = sum(1 for _ in model.parameters()) if config.offload else 0
+    found: dict[str, Any] = {"kernel": chosen, "waits": [], "offloaded": offloaded}
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device=GPU)
+        model.to_empty(device="cpu" if config.offload else GPU)
         for module in model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and not isinstance(buffer, FakeTensor):
+                if buffer is not None:
                     module._buffers[name] = torch.empty_like(buffer, device=GPU)
         hf.tie_weights()
         train = step.TrainStep(

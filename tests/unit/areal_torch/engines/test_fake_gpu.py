@@ -62,12 +62,17 @@ def test_head_when_it_trains_on_a_gpu_then_moves_a_third_of_the_bytes(fake):
     "case",
     [
         ("qwen2.5-0.5b", "d1"),
+        ("qwen2.5-0.5b", "d1", "auto", "offload", "float32", "lora"),
+        ("qwen2.5-0.5b", "d1", "auto", "none", "float32", "offload"),
+        ("qwen2.5-0.5b", "d2c2"),
         *(
             pytest.param(case, marks=pytest.mark.long)
             for case in (
                 ("qwen2.5-0.5b", "d1", "packed", "full", "bfloat16"),
                 ("qwen2.5-0.5b", "d8", "auto", "selective"),
                 ("qwen2.5-0.5b", "d2t2"),
+                ("qwen2.5-0.5b", "d1", "auto", "offload"),
+                ("qwen2.5-0.5b", "d1", "auto", "none", "float32", "lora"),
                 ("qwen3-30b-a3b", "d1", "auto", "none", "bfloat16"),
             )
         ),
@@ -75,7 +80,8 @@ def test_head_when_it_trains_on_a_gpu_then_moves_a_third_of_the_bytes(fake):
     ids=" ".join,
 )
 def test_train_step_when_on_a_gpu_then_the_host_waits_once(fake, case):
+    """With actor.offload, FSDP waits for each gradient that it adds to one in host memory, too."""
     found = fake("step", *case)
-    assert found["waits"] == [["aten._to_copy.default"]] * 2
+    assert found["waits"] == [["aten._to_copy.default"] * (1 + found["offloaded"])] * 2
     assert found["steps"] == 2
     assert 0 < found["stats"]["mfu"] < 1
