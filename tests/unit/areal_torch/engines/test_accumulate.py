@@ -6,9 +6,10 @@ import pytest
 import torch
 from tests.unit.areal_torch.engines.train_fixtures import make_batch, weighted_loss
 
-from areal.config.training import LoraConfig, OptimizerConfig, TrainEngineConfig
+from areal.config.training import LoraConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.errors import CapacityExceeded, InvalidInput
 from areal_torch.algorithms import packing
+from areal_torch.engines import step
 from areal_torch.engines.fsdp import FSDPEngine
 from areal_torch.engines.perf import Work, peak_flops
 
@@ -87,6 +88,20 @@ def test_train_batch_when_done_then_says_what_it_cost(make_engine):
     assert stats["peak_gib"] > 0.1
     assert "mfu" not in stats  # a CPU has no peak
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_train_batch_when_half_of_the_tokens_are_trained_then_the_head_counts_only_those(
+    make_engine, monkeypatch
+):
+    peak = 1e12
+    monkeypatch.setattr(step, "peak_flops", lambda *_: peak)
+    rows = [{"input_ids": [65] * 8, "loss_mask": [at >= 4 for at in range(8)]}] * 6
+    batch, engine = packing.pack(rows), make_engine(mb_spec=MicroBatchSpec(max_tokens_per_mb=16))
+    stats = engine.train_batch(batch, weighted_loss)
+    assert stats["n_loss_tokens"] == 24
+    counted = stats["mfu"] * stats["seconds"] * peak
+    work = engine.step.work
+    assert counted == pytest.approx(work.flops(batch["cu_seqlens"], 24), rel=1e-9)
 
 
 def test_work_when_a_model_is_dense_then_follows_the_formula(make_engine):
