@@ -43,7 +43,9 @@ class TorchFound:
     def __str__(self) -> str:
         """`torch 2.14.1 (built for CUDA 13.0), driver 580.65`."""
         torch = f"torch {self.version} (built for {self.build})" if self.version else "no torch"
-        return f"{torch}, {f'driver {self.driver}' if self.driver else 'no GPU driver found'}"
+        if self.driver or not self.devices:
+            return f"{torch}, {f'driver {self.driver}' if self.driver else 'no GPU driver found'}"
+        return torch  # its GPUs have a driver, but not NVIDIA's
 
 
 def probe(

@@ -17,7 +17,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040)."
 GIB = 1024**3
 
 # A package `torch` as far as the probe looks at it; {…} are filled in by `write_torch`.
-_VERSION = "__version__ = {version!r}\ncuda = {cuda!r}\nhip = None\n"
+_VERSION = "__version__ = {version!r}\ncuda = {cuda!r}\nhip = {hip!r}\n"
 _CUDA = """
 import os
 def init():
@@ -33,12 +33,14 @@ def mem_get_info(index):
 """
 
 
-def write_torch(folder: Path, *, version: str, cuda: str | None, error: str, count: int) -> Path:
+def write_torch(
+    folder: Path, *, version: str, cuda: str | None, error: str, count: int, hip: str | None = None
+) -> Path:
     """Writes the package; its folder goes onto PYTHONPATH."""
     package = folder / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from torch import cuda\n")
-    (package / "version.py").write_text(_VERSION.format(version=version, cuda=cuda))
+    (package / "version.py").write_text(_VERSION.format(version=version, cuda=cuda, hip=hip))
     (package / "cuda.py").write_text(_CUDA.format(error=error, count=count))
     return folder
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.unit.areal_launch.gpu_machines import TOO_OLD, write_torch
 
+from areal.config.experiment import GRPOConfig
+from areal_launch.doctor.gpus import Machine, judge
 from areal_launch.gpus import probe as module
+from areal_launch.gpus.engine import Installed
 from areal_launch.gpus.probe import Device, TorchFound, driver_version, probe
 from areal_launch.gpus.visible import device_files, lent, listed
 
@@ -42,6 +46,26 @@ def test_probe_when_torch_is_built_for_cpus_then_it_is_not_even_imported(tmp_pat
     (package / "__init__.py").write_text("raise SystemExit('imported')")
     found = found_with(tmp_path)
     assert (found.version, found.build, found.error) == ("2.14.1+cpu", "CPU", "")
+
+
+def test_probe_when_torch_is_built_for_rocm_then_row_and_refusal_say_so_and_gpus_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_torch(tmp_path, version="2.14.1+rocm7.0", cuda=None, hip="7.0", error="", count=2)
+    monkeypatch.setattr(module, "driver_version", lambda: "")
+    found = found_with(tmp_path, memory=True)
+    assert (found.build, found.error) == ("ROCm 7.0", "")
+    assert found.devices == (Device("Fake 0", 80 << 30), Device("Fake 1", 79 << 30))
+    said = "torch 2.14.1+rocm7.0 (built for ROCm 7.0)"
+    config = GRPOConfig(allocation_mode="sglang:d1+fsdp:d1")
+    config.stack.gpus_per_node = 2
+    machine = Machine({}, found, Installed.WHOLE)
+    assert judge(config, machine).gpus.found == f"trainer 0; servers 1; {said}"
+    config.stack.gpus_per_node = 3
+    assert judge(config, machine).gpus.found == "2 found, 3 requested"
+    unusable = replace(machine, torch=replace(found, devices=(), error="no ROCm GPUs"))
+    refused = f"no GPU can be used: {said}, no GPU driver found: no ROCm GPUs"
+    assert judge(config, unusable).gpus.found == refused
 
 
 def test_probe_when_python_or_its_answer_is_missing_then_that_is_the_error(
