@@ -87,6 +87,15 @@ def test_experiment_when_the_trainer_has_gpus_then_it_asks_for_them(config, expe
     assert found["stack"]["gpus_per_node"] == expected
 
 
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_server_when_it_starts_then_the_kubelet_waits_as_long_as_the_stack(gpus):
+    """SGLang compiles kernels at its first start; a pod that is restarted starts over."""
+    config = build_config(GRPOConfig, None, [f"stack.gpus_per_node={gpus}"])
+    (pod,) = (p for p in pods(render("--set", f"sglang.gpus={gpus}")) if p.component == "sglang")
+    probe = pod.spec["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= config.setup_timeout_s
+
+
 def test_prepare_when_the_trainer_holds_its_devices_then_it_asks_for_none_of_them():
     """Its pod is scheduled at the same time, and waits for prepare with all that it asked for."""
     devices = r"trainer.gpusPerPod=8,trainer.resources.limits.rdma/ib=8"

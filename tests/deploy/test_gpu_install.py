@@ -146,6 +146,19 @@ def test_setup_when_torch_is_chosen_then_make_installs_its_lock(tmp_path: Path) 
     assert "install_torch.py requirements/torch-cuda.txt" in commands()
 
 
+def test_sglang_gpu_when_made_then_its_stamp_comes_only_after_the_installation() -> None:
+    """Where a line fails make stops: half an environment has no stamp."""
+    make = ["make", "--dry-run", "--always-make", "sglang-gpu"]
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
+    *before, last = done.stdout.splitlines()
+    assert last == "touch .venv-sglang-gpu/.set-up"
+    assert (
+        f"-m pip install --quiet --disable-pip-version-check sglang=={SGLANG['sglang']}"
+        in (before[-1])
+    )
+    assert not [line for line in before if ".set-up" in line or "|" in line or ";" in line]
+
+
 def stage(name: str) -> str:
     """The lines of a stage of the Dockerfile, continued lines joined."""
     [text] = re.findall(rf"^FROM \S+ AS {name}\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.M | re.S)
