@@ -124,6 +124,8 @@ def _allocation(config: BaseExperimentConfig, shape: ModelShape | None) -> list[
 
 def _gpu_findings(config: BaseExperimentConfig, shape: ModelShape | None) -> list[Finding]:
     """Reports which GPUs the stack gets, what serves, and whether the model fits on them."""
+    if not parse_allocation(config.allocation_mode).chosen:
+        return []  # the row `allocation` says why none was chosen
     try:
         judged = judge(config, look(config, memory=True))
     except ArealError as error:
