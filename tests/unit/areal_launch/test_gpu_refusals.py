@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def test_command_when_gpus_are_asked_for_on_a_machine_without_then_exit_1_and_on
 ) -> None:
     recipe = [str(ROOT / "examples/arithmetic_grpo.py")] if command == "run" else []
     overrides = ["stack.gpus_per_node=2", "allocation_mode=sglang:d1+fsdp:d1"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "areal_launch.cli", command, *recipe, *overrides),
@@ -52,7 +54,10 @@ def test_command_when_gpus_are_asked_for_on_a_machine_without_then_exit_1_and_on
         timeout=120,
         check=False,
     )
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert ran.returncode == 1
+    # A busy machine takes longer, but spends no more.
+    assert spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime < 10.0
     assert not (tmp_path / "runs").exists(), "nothing was started"
     [line] = ran.stderr.splitlines()
     assert line.startswith("areal: stack.gpus_per_node 2: ")
