@@ -306,10 +306,11 @@ async def _serve(
         await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            # Start-up garbage never dies: keep the collector from walking it again and again.
-            gc.freeze()
-            await listeners.serve(True)
-            log.info("serving", listen=address, metrics=metrics)
+            if not background.failed.done():  # what failed in it has ended the start, too
+                # Start-up garbage never dies: keep the collector from walking it again and again.
+                gc.freeze()
+                await listeners.serve(True)
+                log.info("serving", listen=address, metrics=metrics)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         code = 1 if background.failed.done() else 0
         await listeners.serve(False)
