@@ -122,6 +122,10 @@ def _tokens(text: str) -> list[str]:
     return tokens
 
 
+def _is_number(token: str) -> bool:
+    return token[:1].isdigit() or token[:1] == "."
+
+
 def names_in(word: str) -> list[str]:
     """A function's name is a command without its backslash; other letters are variables."""
     if word in _FUNCTIONS or word in ("sqrt", "pi"):
@@ -189,10 +193,10 @@ class _Reader:
                 self._take()
                 factors.append(Node("inverse", parts=(self._signed(self._factor),)))
             elif self._begins_factor(token):
-                if token[0].isdigit() or token[0] == ".":
+                if _is_number(token) and factors[-1].kind == "number":
                     factors[-1] = self._mixed(factors[-1])
                     continue
-                follower = self._factor()
+                follower = self._beside(factors[-1])
                 if token == "\\frac" and factors[-1].kind == "number":
                     follower = self._joined(factors.pop(), follower)
                 factors.append(follower)
@@ -203,12 +207,24 @@ class _Reader:
     def _mixed(self, whole: Node) -> Node:
         """Reads "2 1/2" as two and a half; no other two numbers may be side by side."""
         above, slash, below = [*self._tokens[self._at : self._at + 3], "", ""][:3]
-        if slash != "/" or not (above + below).isdigit() or whole.kind != "number":
+        if slash != "/" or not (above + below).isdigit():
             raise Unreadable("two numbers side by side")
         self._at += 3
         inverse = Node("inverse", parts=(Node("number", below),))
         part = Node("product", parts=(Node("number", above), inverse))
         return self._joined(whole, part)
+
+    def _beside(self, before: Node) -> Node:
+        """Reads a factor without a sign before it; a number has to be clear of what is before.
+
+        2^3 3^2 is clear, unlike 1/2 3, 5% 3 and x2, which may be a list, an index or a power.
+        """
+        is_clear = before.kind not in ("number", "inverse", "percent", "degrees")
+        if before.kind in ("name", "constant"):
+            is_clear = [*self._tokens[self._at + 1 :], ""][0] == "^"
+        if _is_number(self._next()) and not is_clear:
+            raise Unreadable("a number beside another factor")
+        return self._factor()
 
     @staticmethod
     def _joined(whole: Node, part: Node) -> Node:
@@ -265,7 +281,7 @@ class _Reader:
 
     def _unit(self) -> Node:
         token = self._take()
-        if token[0].isdigit() or token[0] == ".":
+        if _is_number(token):
             if len(token) > _MAX_DIGITS:
                 raise TooCostly(f"a number of {len(token)} digits")
             return Node("number", token)
@@ -337,7 +353,7 @@ class _Reader:
         while self._begins_factor(self._next()) and self._next()[1:] not in _FUNCTIONS:
             if self._next() in _PRODUCTS | _QUOTIENTS or self._next() in _CLOSING:
                 break
-            factors.append(self._factor())
+            factors.append(self._beside(factors[-1]))
         return factors[0] if len(factors) == 1 else Node("product", parts=tuple(factors))
 
     def _name(self, token: str) -> Node:
