@@ -82,7 +82,7 @@ def _judged(gold: str, found: str, answer: object) -> bool:
 @lru_cache(maxsize=4096)
 def _gold(gold: str) -> list[Form]:
     """The samples of a group share one answer: it is read once."""
-    return readings(clean(gold), strict=True)
+    return readings(clean(gold), gold=True)
 
 
 def _gold_text(answer: object) -> str:

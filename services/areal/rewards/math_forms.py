@@ -101,29 +101,37 @@ class Form:
     """The value, if the node is a leaf that is a plain number."""
 
 
-def readings(text: str, strict: bool = False) -> list[Form]:
+def readings(text: str, gold: bool = False) -> list[Form]:
     """The ways to read a cleaned text: "100,200" is a number, and a list of two.
 
     Args:
         text: The text.
-        strict: For a right answer: a letter after a space ("5 m") is a variable, not a unit.
+        gold: It is a right answer: a letter after a number and a space ("5 m") is a variable. In
+            other texts it may also be a unit.
     """
+    forms = _readings(text, gold, strict=True)
+    if not gold:
+        forms += [form for form in _readings(text, gold, strict=False) if form not in forms]
+    return forms
+
+
+def _readings(text: str, gold: bool, strict: bool) -> list[Form]:
     forms = []
     parts = [part.strip() for part in text.split("≈")]
     if len(parts) > 1:
         first, second = parts[0], parts[1]
         if not first or _LABEL.fullmatch(first) or first in ("x", "=") or len(parts) > 2:
             text = second
-        elif not strict and not _near(first, second):
+        elif not gold and not _near(first, second):
             text = first
         else:
-            forms += readings(second, strict)
+            forms += _readings(second, gold, strict)
             text = first
     forms.append(read(text, strict))
     joined = _without_separators(text)
     if joined != text:
         forms.append(read(joined, strict))
-    if not strict and (mixed := _AND_FRACTION.match(text)) and int(mixed[2]) < int(mixed[3]):
+    if not gold and (mixed := _AND_FRACTION.match(text)) and int(mixed[2]) < int(mixed[3]):
         forms.append(read(f"{mixed[1]} {mixed[2]}/{mixed[3]}{text[mixed.end() :]}"))
     return forms
 

@@ -67,6 +67,13 @@ _UNIT_OF = {
 }
 _POWERS = {"square": "power2", "sq": "power2", "cubic": "power3", "cu": "power3"}
 _SINGLE = frozenset("mghslNJWVAKCFL")
+_LETTERS = re.compile(r"(?:\s|/|\*|\\cdot|[A-Za-z](?![A-Za-z'])|\^\s*(?:\{\s*-?\d\s*\}|-?\d))+")
+"""A product of letters: variables, unless they are one of these units after a number in digits."""
+_LETTER = re.compile(r" ?[mshglL]\.?")
+_LETTERS_OF_UNITS = re.compile(
+    r" ?m ?\^ ?\{?[23]\}?"
+    r"| ?[mghslNJWVAKCFL] ?(?:/ ?[mghslL](?: ?\^ ?\{?[23]\}?)?|[msh] ?\^ ?\{?-[12]\}?)"
+)
 _JOINTS = {"per", "of", "a", "an", "the", "each", "every", "in", "and", "at", "to", "on", "for"}
 _NO_UNITS = frozenset(
     [
@@ -231,7 +238,11 @@ _UNIT_TOKEN = re.compile(
     r"\s*(?:(?P<joint>/|\\cdot|\*|-)|(?P<word>§?[A-Za-zµΩ][A-Za-z'µΩ]*)\.?"
     r"(?:\s*\^\s*\{?\s*(?P<power>-?\d)\s*\}?)?)"
 )
-_FRACTION_UNIT = re.compile(r"\\frac\{\s*(§?[A-Za-z]+)\s*\}\{\s*(§?[A-Za-z]+)\s*(\^\{?\d\}?)?\s*\}")
+_FRACTION_UNIT = re.compile(
+    r"\\frac(?!\{ ?[A-Za-z] ?\}\{ ?[A-Za-z] ?[\^}])"
+    r"\{\s*(§?[A-Za-z]+)\s*\}\{\s*(§?[A-Za-z]+)\s*(\^\{?\d\}?)?\s*\}"
+)
+_FIRST_LETTER = re.compile(r"[\s/]*[A-Za-zµΩ](?![A-Za-z'µΩ])")
 _DEGREES = re.compile(r"\^\\circ$")
 _TRIGONOMETRY = re.compile(r"(?<![A-Za-z])(?:arc)?(?:sin|cos|tan|cot|sec|csc)")
 _SYMBOL_OF_DEGREES = re.compile(r"\^\\circ\s*§?([CFK])$")
@@ -242,7 +253,8 @@ _LABEL = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z']+")
 _BARE_WORDS = re.compile(
-    r"(?P<before>.*?)\s*\(\s*[A-Za-z][A-Za-z ,'\-]+\)|(?P<number>.*\d) +\([A-Za-z]\)"
+    r"(?P<before>.*?)\s+\((?=[^)]*[A-Za-z]{3})\s*[A-Za-z][A-Za-z ,'\-]+\)"
+    r"|(?P<number>[-+\d.,]*\d) +\([A-Za-z]\)"
 )
 _APPLIED = re.compile(r"\\[A-Za-z]+$")
 _ONES = [
@@ -309,10 +321,9 @@ def amount(text: str, strict: bool = False) -> Amount:
 
     Args:
         text: The text.
-        strict: A single letter after a space ("5 m") is a variable, not a unit.
+        strict: A single letter after a number and a space ("5 m") is a variable, not a unit.
     """
-    text = _without_remark(text)
-    text = _FRACTION_UNIT.sub(r" \1/\2\3", _digits_for_words(text))
+    text = _digits_for_words(_without_remark(text))
     text = _SYMBOL_OF_DEGREES.sub(r"^\\circ §\1", _ORDINAL.sub("", text))
     sign = ""
     label = _LABEL.match(text)
@@ -334,7 +345,8 @@ def amount(text: str, strict: bool = False) -> Amount:
         unit, text = _CURRENCY[text[0]], text[1:].lstrip()
     if text[-1:] in _CURRENCY and len(text) > 1:
         unit, text = _CURRENCY[text[-1]], text[:-1].rstrip()
-    core, shift, words = _peeled(text, strict)
+    core, shift, words = _peeled(_FRACTION_UNIT.sub(r" \1/\2\3", text), strict)
+    core = core if shift or words else text
     percent = False
     if not words and _PERCENT.search(core):
         core, percent = _PERCENT.sub("", core).rstrip(), True
@@ -421,7 +433,11 @@ def _unit(text: str, before: str, strict: bool) -> list[str] | None:
     """The words of a unit, or None if the text is not one."""
     words: list[str] = []
     spaced = before.endswith(" ") or text.startswith("§")
-    alone = len(text.strip()) == 1
+    if _FIRST_LETTER.match(text) and not (spaced and literal(before.strip()) is not None):
+        return None  # a variable
+    if _LETTERS.fullmatch(text) and not _LETTERS_OF_UNITS.fullmatch(text):
+        if strict or not _LETTER.fullmatch(text):
+            return None
     position = 0
     while position < len(text):
         found = _UNIT_TOKEN.match(text, position)
@@ -445,11 +461,7 @@ def _unit(text: str, before: str, strict: bool) -> list[str] | None:
             if lower in _SCALES or lower == "per":
                 words.append(lower)
             continue
-        if (
-            len(word) == 1
-            and "§" not in found["word"]
-            and (known is None or (not words and (not spaced or (strict and alone))))
-        ):
+        if len(word) == 1 and known is None and "§" not in found["word"]:
             return None
         short = len(word) < 3 and lower not in _POWERS
         if known is None and (short or not (spaced or words)) and "§" not in found["word"]:
