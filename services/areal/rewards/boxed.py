@@ -54,14 +54,14 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_part(text: str) -> str:
-    """Returns what follows the reasoning, without special tokens.
+    """Returns what follows the reasoning, without special tokens."""
+    return _SPECIAL.sub("", after_thought(text))
 
-    The part after the last ``</think>``; "" if the reasoning never ends.
-    """
+
+def after_thought(text: str) -> str:
+    """Returns the part after the last ``</think>``; "" if the reasoning never ends."""
     _, mark, rest = text.rpartition("</think>")
-    if not mark and "<think>" in text:
-        return ""
-    return _SPECIAL.sub("", rest if mark else text)
+    return rest if mark or "<think>" not in text else ""
 
 
 def last_tagged(text: str) -> str | None:

@@ -16,14 +16,19 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from areal.rewards import code_tests
+from areal.rewards.boxed import after_thought
 from areal.sandbox import Limits, Outcome, Sandbox
 
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)")
-_PYTHON = ("", "py", "python", "python3", "python2", "py3")
+_FENCE = re.compile(
+    r"(?P<indent>[ \t]*)(?P<item>(?:[-*+]|\d{1,3}[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})"
+    r"[ \t]*(?P<language>[^\s`]*)"
+)
+_PYTHON = ("py", "python", "python3", "python2", "py3")
 _PROGRAM = """
 import sys
 del sys.path[0]  # what another program of the box wrote is not for the tests to import
@@ -47,8 +52,7 @@ async def code_reward(
 
     Args:
         sandbox: Where the code and the tests run.
-        completion: The model's text. Its last fenced block of Python is the code; without one, all
-            of it.
+        completion: The model's text; `final_code` says which part of it is the code.
         tests: Python source, e.g. `assert double(2) == 4`; an exception is a failure. Functions
             `test…` without arguments and `unittest.TestCase`s that it defines but does not call
             run, too.
@@ -83,25 +87,41 @@ async def run_tests(
 
 
 def final_code(completion: str) -> str:
-    """Returns the last fenced block of Python, or all of the text.
+    """Returns the last fenced block that is labeled as Python, else the last without a label.
 
-    A block without an end, as an answer has it that was cut off, extends to the end of the text.
+    Without a block, it is all of the text. What is in a thought (``<think>``) does not count. A
+    block without an end, as an answer has it that was cut off, extends to the end of the text. Its
+    lines lose the indentation of its fence, as in an item of a list.
     """
-    code, fence = completion, ""
-    block: list[str] | None = None
-    for line in completion.splitlines(keepends=True):
+    text = after_thought(completion)
+    blocks = list(_blocks(text))
+    plain = [code for language, code in blocks if not language]
+    labeled = [code for language, code in blocks if language in _PYTHON]
+    return [text, *plain, *labeled][-1]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yields the language, in lower case, and the lines of each fenced block."""
+    opening: re.Match[str] | None = None
+    block: list[str] = []
+    for line in text.splitlines(keepends=True):
         found = _FENCE.match(line)
-        if not fence:
-            if found and "`" not in line[found.end(1) :]:
-                fence = found[1]
-                block = [] if found[2].lower() in _PYTHON else None
-        elif found and not found[2] and found[1].startswith(fence):
-            if block is not None:
-                code = "".join(block)
-            fence, block = "", None
-        elif block is not None:
-            block.append(line)
-    return "".join(block) if block else code
+        if opening is None:
+            if found and "`" not in line[found.end("fence") :]:
+                opening, block = found, []
+        elif found and _closes(found, opening):
+            yield opening["language"].lower(), "".join(block)
+            opening = None
+        else:
+            indent = opening.start("fence")
+            block.append(line[:indent].lstrip(" \t") + line[indent:])
+    if opening and block:
+        yield opening["language"].lower(), "".join(block)
+
+
+def _closes(found: re.Match[str], opening: re.Match[str]) -> bool:
+    alone = not found["item"] and not found["language"]
+    return alone and found["fence"].startswith(opening["fence"])
 
 
 def _program() -> str:

@@ -184,11 +184,23 @@ def test_call_when_the_other_side_raises_then_the_exception_has_its_class_and_te
         ("```py\nx = '''\n````\n'''\n", "x = '''\n"),
         ("````python\n'''\n```\nx\n```\n'''\n````\n", "'''\n```\nx\n```\n'''\n"),
         ("Cut off:\n```python\nx = 1\n", "x = 1\n"),
-        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("  ```python\n  x = 1\n  ```", "x = 1\n"),
+        ("1. So:\n\n   ```python\n   if x:\n       y = 1\n\n   ```\n", "if x:\n    y = 1\n\n"),
+        ("- ```py\n  x = '''\n y\n  '''\n  ```\n", "x = '''\ny\n'''\n"),
+        ("\t```python\n\tx = 1\n", "x = 1\n"),
+        ("```python\nx = 1\n```\nOutput:\n```\n5\n```", "x = 1\n"),
+        ("```py\nx = 1\n```\nRun it:\n```\npython x.py\n```", "x = 1\n"),
+        ("```py\nx = 1\n```\n```python\nx = 2\n```\n```py\nx = 3\n```\n```\n4\n```", "x = 3\n"),
+        ("```\nx = 1\n```\n```\nx = 2\n```", "x = 2\n"),
+        ("<think>\n```python\nx = 1\n```\n</think>\n```python\nx = 2\n```", "x = 2\n"),
+        ("<think>\n```python\nx = 1\n```\n</think>No idea.", "No idea."),
+        ("```python\nx = 1\n```\n</think>No idea.", "No idea."),
+        ("<think>\n```python\nx = 1\n```\nHm", ""),
+        ("<think>\nx = 1", ""),
         ("Use `x` or ```y``` here", "Use `x` or ```y``` here"),
     ],
 )
-def test_code_when_text_has_fences_then_it_is_the_last_block_of_python(text, code) -> None:
+def test_code_when_text_has_fences_then_the_code_is_the_last_block_of_python(text, code) -> None:
     assert final_code(text) == code
 
 
