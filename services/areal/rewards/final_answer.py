@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from areal.rewards.boxed import final_part, last_boxed, last_tagged
 from areal.rewards.math_text import unemphasized
-from areal.rewards.math_units import NUMBER
+from areal.rewards.math_units import NUMBER, PARTS, SCALES
 
 _MAX_PROSE = 4000
 _BARE_LINE = 120
@@ -36,7 +36,8 @@ _HEDGES = re.compile(
 )
 _INLINE_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _NUMBER = re.compile(
-    rf"(?<![\w.,/^_\\{{}}])-?\s?[$£€]?\s?{NUMBER}(?:/\d+)?(?:\s?\\?%)?(?![\w^_{{}}/]|[.,]\d)"
+    rf"(?<![\w.,/^_\\{{}}])-?\s?[$£€]?\s?{NUMBER}(?:/\d+)?(?:\s?\\?%| (?:{SCALES}|{PARTS})\b)?"
+    r"(?![\w^_{}/]|[.,]\d)"
 )
 
 

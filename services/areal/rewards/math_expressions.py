@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from areal.errors import CannotStart
-from areal.rewards.math_tree import Node, TooCostly, variables
+from areal.rewards.math_tree import INFINITY, Node, TooCostly, variables
 
 try:
     import mpmath
@@ -51,6 +51,8 @@ def equal(left: Node, right: Node) -> bool:
     """
     if left == right:
         return True
+    if INFINITY in variables(left) | variables(right):
+        return False  # it equals itself, and calculations with it have no value
     first, second = exact(left), exact(right)
     if first is not None and second is not None:
         return first == second
@@ -74,6 +76,8 @@ def proportional(left: Node, right: Node, signed: bool = False) -> bool:
     """Whether two expressions differ only by a constant factor (`signed`: a positive one)."""
     _check_installed()
     names = sorted(variables(left) | variables(right))
+    if INFINITY in names:
+        return False
     ratios = []
     for point in range(_POINTS + 1):
         values = _values(names, point)

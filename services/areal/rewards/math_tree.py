@@ -63,6 +63,7 @@ GREEK = (
     r"\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho"
     r"|sigma|tau|upsilon|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega)"
 )
+INFINITY = "\\infty"
 _LETTERS = re.compile(rf"{GREEK}|\\(?:infty|ell|hbar|pi)")
 
 
@@ -131,7 +132,7 @@ def names_in(word: str) -> list[str]:
     if word in _FUNCTIONS or word in ("sqrt", "pi"):
         return ["\\" + word]
     if word in ("infinity", "inf", "oo"):
-        return ["\\infty"]
+        return [INFINITY]
     for name in (*_FUNCTIONS, "sqrt", "pi"):  # 2xsin(x), pir
         before, found, after = word.partition(name)
         if found and len(before) < 2 and not after:

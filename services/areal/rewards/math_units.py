@@ -65,10 +65,48 @@ _SPELLINGS = {
 _UNIT_OF = {
     spelling: unit for unit, all_of in _SPELLINGS.items() for spelling in [unit, *all_of.split()]
 }
+_ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_PARTS = {
+    "half": 2,
+    "halve": 2,
+    "third": 3,
+    "quarter": 4,
+    "fifth": 5,
+    "eighth": 8,
+    "ninth": 9,
+    "twelfth": 12,
+    **{f"{_ONES[n]}th": n for n in (4, 6, 7, 10, 11, *range(13, 20))},
+    "hundredth": 100,
+    "thousandth": 10**3,
+    "millionth": 10**6,
+    **{f"{word[:-1]}ieth": 10 * tens for tens, word in enumerate(_TENS, 2)},
+}
 _POWERS = {"square": "power2", "sq": "power2", "cubic": "power3", "cu": "power3"}
 _SINGLE = frozenset("mghslNJWVAKCFL")
 _LETTERS = re.compile(r"(?:\s|/|\*|\\cdot|[A-Za-z](?![A-Za-z'])|\^\s*(?:\{\s*-?\d\s*\}|-?\d))+")
-"""A product of letters: variables, unless they are one of these units after a number in digits."""
+"""Single letters: variables, unless they are one of these units after a number in digits."""
 _LETTER = re.compile(r" ?[mshglL]\.?")
 _LETTERS_OF_UNITS = re.compile(
     r" ?m ?\^ ?\{?[23]\}?"
@@ -93,7 +131,6 @@ _NO_UNITS = frozenset(
         "above",
         "below",
         "negative",
-        "half",
         "double",
         "twice",
         "triple",
@@ -207,19 +244,6 @@ _NO_UNITS = frozenset(
         "until",
         "up",
         "down",
-        "quarter",
-        "third",
-        "fourth",
-        "fifth",
-        "tenth",
-        "tenths",
-        "thirds",
-        "fourths",
-        "fifths",
-        "halves",
-        "eighths",
-        "hundredths",
-        "quarters",
         "modulus",
         "power",
         "root",
@@ -228,12 +252,15 @@ _NO_UNITS = frozenset(
         "difference",
         "odd",
         "even",
+        *_PARTS,
+        *(f"{part}s" for part in _PARTS),
     ]
 )
 _COPULAS = frozenset(["is", "are", "was", "line"])
 _CHANGES = frozenset(["per", "times", "more"])
 """Words that are units after a number ("8 times") and no names before one ("more than 8")."""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALES = "(?:" + "|".join(_SCALES) + ")"
 _UNIT_TOKEN = re.compile(
     r"\s*(?:(?P<joint>/|\\cdot|\*|-)|(?P<word>§?[A-Za-zµΩ][A-Za-z'µΩ]*)\.?"
     r"(?:\s*\^\s*\{?\s*(?P<power>-?\d)\s*\}?)?)"
@@ -257,29 +284,12 @@ _BARE_WORDS = re.compile(
     r"|(?P<number>[-+\d.,]*\d) +\([A-Za-z]\)"
 )
 _APPLIED = re.compile(r"\\[A-Za-z]+$")
-_ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+PARTS = "(?:" + "|".join(_PARTS) + ")s?"
+"""The words that name the parts of a fraction: sixth, sevenths, halves."""
+_WORD_FRACTION = re.compile(
+    rf"(?<![\w.,/^])(?:1 ({'|'.join(_PARTS)})|(\d{{1,9}}) ({'|'.join(_PARTS)})s)(?![\w'-])",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -323,7 +333,7 @@ def amount(text: str, strict: bool = False) -> Amount:
         text: The text.
         strict: A single letter after a number and a space ("5 m") is a variable, not a unit.
     """
-    text = _digits_for_words(_without_remark(text))
+    text = _WORD_FRACTION.sub(_fraction_of_words, _digits_for_words(_without_remark(text)))
     text = _SYMBOL_OF_DEGREES.sub(r"^\\circ §\1", _ORDINAL.sub("", text))
     sign = ""
     label = _LABEL.match(text)
@@ -388,7 +398,7 @@ def _decimal(text: str) -> Decimal | None:
 
 
 def _digits_for_words(text: str) -> str:
-    """Writes "twelve eggs" as "12 eggs", unless there are digits already."""
+    """Writes "twelve eggs" as "12 eggs", and "one-third" as "1 third", unless there are digits."""
     if any(character.isdigit() for character in text):
         return text
     words = text.split(" ")
@@ -399,9 +409,15 @@ def _digits_for_words(text: str) -> str:
             return " ".join([str(value + _ONES.index(second)), *words[1:]])
         if not second:
             return " ".join([str(value), *words[1:]])
-    if first in _ONES and not second:
-        return " ".join([str(_ONES.index(first)), *words[1:]])
+    if first in _ONES and (not second or second.removesuffix("s") in _PARTS):
+        return " ".join([str(_ONES.index(first)), *second.split(), *words[1:]])
     return text
+
+
+def _fraction_of_words(found: re.Match[str]) -> str:
+    r"""Writes "1 sixth" and "5 sixths" as \frac{1}{6} and \frac{5}{6}."""
+    above, part = found[2] or "1", found[1] or found[3]
+    return f"\\frac{{{above}}}{{{_PARTS[part.lower()]}}}"
 
 
 def _says_nothing(word: str) -> bool:
@@ -433,11 +449,8 @@ def _unit(text: str, before: str, strict: bool) -> list[str] | None:
     """The words of a unit, or None if the text is not one."""
     words: list[str] = []
     spaced = before.endswith(" ") or text.startswith("§")
-    if _FIRST_LETTER.match(text) and not (spaced and literal(before.strip()) is not None):
-        return None  # a variable
-    if _LETTERS.fullmatch(text) and not _LETTERS_OF_UNITS.fullmatch(text):
-        if strict or not _LETTER.fullmatch(text):
-            return None
+    if _begins_with_variable(text, spaced and literal(before.strip()) is not None, strict):
+        return None
     position = 0
     while position < len(text):
         found = _UNIT_TOKEN.match(text, position)
@@ -472,6 +485,15 @@ def _unit(text: str, before: str, strict: bool) -> list[str] | None:
         if found["power"]:
             words.append(f"power{found['power']}")
     return _ordered(words)
+
+
+def _begins_with_variable(text: str, after_number: bool, strict: bool) -> bool:
+    """Whether a text begins with a single letter that is a variable, not the letter of a unit."""
+    if not _FIRST_LETTER.match(text) or not after_number:
+        return bool(_FIRST_LETTER.match(text))
+    if not _LETTERS.fullmatch(text) or _LETTERS_OF_UNITS.fullmatch(text):
+        return False
+    return strict or not _LETTER.fullmatch(text)
 
 
 def _ordered(words: list[str]) -> list[str]:
