@@ -118,6 +118,7 @@ _STYLED = re.compile(r"\\(?:mathbf|mathit|boldsymbol|bm|mathsf|boxed|underline)\
 _ROW_END = re.compile(r"\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\])?")
 _LONE_LETTER = re.compile(r"(?<![A-Za-z\\§])([A-Za-z])(?![A-Za-z])")
 _POWER = re.compile(r"(?<=[A-Za-z0-9)])\*\*(?=\(?-?\d)")
+_ENDS = ("\\,", "\\;", "\\:", "\\!", "\\quad", "\\qquad", "\\", "~", ".", ",", ";", ":")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
@@ -145,10 +146,10 @@ def unemphasized(text: str, space: str = "") -> str:
 
 
 def trimmed(text: str) -> str:
-    """Removes punctuation at the end, and asterisks around the text."""
+    """Removes punctuation and LaTeX's spaces at the end, and asterisks around the text."""
     text = text.strip().strip("*").strip()
-    while text and text[-1] in ".,;:" and not text.endswith("\\;"):
-        text = text[:-1].rstrip()
+    while found := next((mark for mark in _ENDS if text.endswith(mark)), ""):
+        text = text.removesuffix(found).rstrip()
     return text
 
 
