@@ -11,13 +11,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 
 from areal.rewards import math_expressions as expressions
 from areal.rewards.math_text import NEW_ROW
-from areal.rewards.math_tree import GREEK, Node, TooCostly, Unreadable, names_in, parse, variables
+from areal.rewards.math_tree import (
+    GREEK,
+    INFINITY,
+    Node,
+    TooCostly,
+    Unreadable,
+    names_in,
+    parse,
+    variables,
+)
 from areal.rewards.math_units import Amount, amount, compatible, literal, shifted
 from areal.rewards.math_verifier import verified
 
@@ -50,6 +59,11 @@ _LABEL = re.compile(
     r"|[A-Za-z]'*(?: ?[-+*]? ?[A-Za-z]){1,5}"
     rf"|{GREEK}(?: ?[-+]? ?{GREEK}){{1,5}}"
     r"|§?[A-Za-z][A-Za-z' §]*"
+)
+_REALS = ("\\mathbb{R}", "\\mathbbR")
+# A set by its condition: {x | 0 < x < 1}, {x : x < 0 or x > 1}.
+_BUILDER = re.compile(
+    r"\\\{ ?(\w+) ?(?:∈ ?\\mathbb\{R\} ?)?(?:\||:|\\(?:mid|vert)(?![A-Za-z])) ?(.*)\\\}"
 )
 _REVERSED = {"<": ">", "≤": "≥", "=": "=", "≠": "≠"}
 _PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
@@ -145,7 +159,7 @@ def read(text: str, strict: bool = False, nested: int = 0) -> Form:
     if nested > _MAX_NESTED:
         raise TooCostly(f"an answer nested more than {_MAX_NESTED} deep")
     text = text.strip()
-    if form := _whole(text):
+    if form := _whole(text) or _condition(text, strict, nested):
         return form
 
     def within(parts: list[str]) -> tuple[Form, ...]:
@@ -161,7 +175,7 @@ def read(text: str, strict: bool = False, nested: int = 0) -> Form:
             return Form("relation", text, (_label(relations[0]), inner), signs="=")
     items = _items(text, _SEPARATOR)
     if len(items) > 1:
-        return Form("list", text, within(items))
+        return _list(text, within(items))
     if len(relations) > 1:
         return Form("relation", text, within(relations), signs=signs)
     if matrix := _MATRIX.fullmatch(text):
@@ -176,7 +190,7 @@ def read(text: str, strict: bool = False, nested: int = 0) -> Form:
         inner = read(elements[0], strict, nested + 1)
         if inner.kind not in ("leaf", "list"):
             return inner
-    return Form("list", text, within(items)) if len(items) > 1 else _leaf(text, strict)
+    return _leaf(text, strict)
 
 
 def _whole(text: str) -> Form | None:
@@ -191,6 +205,24 @@ def _whole(text: str) -> Form | None:
         numbers = ":".join(str(int(number)) for number in found[1].split(":"))
         return Form("clock", numbers, signs=(found[2] or "").lower())
     return None
+
+
+def _condition(text: str, strict: bool, nested: int) -> Form | None:
+    """The inequality of a set like {x | 0 < x < 1}."""
+    builder = _BUILDER.fullmatch(text)
+    if builder is None or not _balanced(builder[2]):
+        return None
+    inner = read(builder[2], strict, nested + 1)
+    region = _region(inner)
+    return inner if region and region[0] == builder[1] else None
+
+
+def _list(text: str, items: tuple[Form, ...]) -> Form:
+    """A list; inequalities in one name are a union, unless "and" joins them."""
+    several = Form("union", text, items)
+    if set(text) & set("<>≤≥∈") and "and" not in _split(text, _SEPARATOR)[1] and _region(several):
+        return several
+    return replace(several, kind="list")
 
 
 def _items(text: str, separator: re.Pattern[str]) -> list[str]:
@@ -218,10 +250,10 @@ def same(gold: Form, found: Form) -> bool:
     if gold.kind == found.kind and squeezed(gold.text) == squeezed(found.text) and gold.text:
         return gold.kind != "clock" or not {gold.signs, found.signs} >= {"a", "p"}
     gold, found = _single(gold, found), _single(found, gold)
+    left, right = _region(gold), _region(found)
+    if left and right and (left[0] == right[0] or not left[0] or not right[0]):
+        gold, found = left[1], right[1]
     kinds = {gold.kind, found.kind}
-    if kinds == {"leaf", "tuple"}:
-        gold, found = _interval(gold), _interval(found)
-        kinds = {gold.kind, found.kind}
     if "relation" in kinds:
         return _same_relation(gold, found)
     if kinds == {"leaf"}:
@@ -386,12 +418,27 @@ def _same_items(gold: tuple[Form, ...], found: tuple[Form, ...]) -> bool:
     return True
 
 
-def _interval(form: Form) -> Form:
-    """The interval of an inequality in one name, x > 3 as (3, ∞); anything else as it is."""
-    if form.kind == "leaf" and squeezed(form.text) in ("\\mathbb{R}", "\\mathbbR", "ℝ"):
-        return read("(-\\infty, \\infty)")
-    if form.kind != "relation":
-        return form
+def _region(form: Form) -> tuple[str, Form] | None:
+    """Intervals, and the name that is in them: x > 3 is x in (3, ∞), and ℝ has no name."""
+    if form.kind == "tuple":
+        return "", form
+    if form.kind == "leaf":
+        return ("", read("(-\\infty, \\infty)")) if squeezed(form.text) in _REALS else None
+    if form.kind == "union":
+        regions = [_region(item) for item in form.items]
+        found = [region for region in regions if region]
+        names = {name for name, _ in found if name}
+        if None in regions or len(names) > 1:
+            return None
+        return "".join(names), replace(form, items=tuple(interval for _, interval in found))
+    if form.kind == "relation" and form.signs in ("=", "∈"):
+        name, inner = squeezed(form.items[0].text), _region(form.items[1])
+        return (name, inner[1]) if inner and not inner[0] else None
+    return _interval(form) if form.kind == "relation" else None
+
+
+def _interval(form: Form) -> tuple[str, Form] | None:
+    """The name of an inequality and its interval."""
     for each in (form, _turned(form)):
         if each is None or not each.signs or not set(each.signs) <= set("<≤"):
             continue
@@ -405,17 +452,13 @@ def _interval(form: Form) -> Form:
             low, high = each.items[0].text, each.items[2].text
         else:
             continue
-        return read(
-            f"{'(' if signs[0] == '<' else '['}{low}, {high}{')' if signs[1] == '<' else ']'}"
-        )
-    return form
+        name = squeezed(each.items[named.index(True)].text)
+        opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
+        return name, read(f"{opening}{low}, {high}{closing}")
+    return None
 
 
 def _same_relation(gold: Form, found: Form) -> bool:
-    if gold.kind == "tuple" or found.kind == "tuple":
-        gold, found = _interval(gold), _interval(found)
-        if "relation" not in (gold.kind, found.kind):
-            return same(gold, found)
     if gold.kind != "relation":
         value = _defined(found)
         return value is not None and same(gold, value)
@@ -447,7 +490,7 @@ def _defined(form: Form) -> Form | None:
 
 
 def _is_name(text: str) -> bool:
-    return bool(_LABEL.fullmatch(text)) and text not in ("e", "i", "\\pi")
+    return bool(_LABEL.fullmatch(text)) and text not in ("e", "i", "\\pi", INFINITY)
 
 
 def _is_calculation(form: Form) -> bool:
