@@ -1,7 +1,8 @@
 r"""Scores whether a completion's final answer is mathematically equal to the right one.
 
 completion ── last \boxed{...}, else after "####", else what it states (final_answer.py) ──> text
-text ── one spelling for each sign (math_text.py) ── a form (math_forms.py) ──> equal or not
+text ── one spelling for each sign (math_text.py) ── a form (math_forms.py)
+a form and the right one ── part by part (math_same.py) ──> equal or not
 numbers: exact decimals and fractions; expressions: at random points (math_expressions.py);
 sums, integrals and the like: math-verify, in a child with a limit on its time (math_verifier.py)
 """
@@ -17,7 +18,8 @@ from functools import lru_cache
 from areal.errors import InvalidInput
 from areal.rewards.boxed import last_boxed
 from areal.rewards.final_answer import final_answer
-from areal.rewards.math_forms import Form, readings, same, squeezed
+from areal.rewards.math_forms import Form, readings, squeezed
+from areal.rewards.math_same import same
 from areal.rewards.math_text import clean, trimmed, undelimited
 from areal.rewards.math_tree import TooCostly
 from areal.rewards.math_units import literal
