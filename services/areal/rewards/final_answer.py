@@ -29,6 +29,7 @@ _AFTER_ANSWER = re.compile(
     r"|\s+[-–—]+\s.*|\s+\((?![\d.,\s-]+\)).*|,\s+(?:that|this|it|we|he|she|they|giving|making)\b.*",
     re.DOTALL | re.IGNORECASE,
 )
+_CONNECTIVE = re.compile(r"(?:so|thus|hence|therefore|finally),\s+", re.IGNORECASE)
 _HEDGES = re.compile(
     r"\b(?:or|maybe|either|neither|perhaps|possibly|might|not|unsure|cannot|can't|isn't|between|guess"
     r"|wrong|incorrect|don't|doesn't|around|less than|more than|at least|at most)\b|\?",
@@ -58,7 +59,7 @@ def final_answer(completion: str) -> str:
     if stated is not None:
         return stated
     if len(text) <= _BARE_LINE and "\n" not in text and not _is_prose(text):
-        return text
+        return text[found.end() :] if (found := _CONNECTIVE.match(text)) else text
     return _last_value(prose)
 
 

@@ -119,8 +119,8 @@ def _fraction(node: Node) -> Fraction:
     first, *rest = (_fraction(part) for part in node.parts)
     if node.kind in ("factorial", "binomial"):
         return _fraction_factorial(first, *rest)
-    if node.kind == "power":
-        return _fraction_power(first, rest[0])
+    if node.kind in ("power", "root"):
+        return _fraction_power(first, rest[0] if node.kind == "power" else 1 / rest[0])
     if node.kind in ("sum", "product"):
         for other in rest:
             if _bits(first) + _bits(other) > _MAX_BITS // 2:
@@ -242,6 +242,14 @@ def _power(parts: list[Any]) -> Any:
     return base**exponent
 
 
+def _root(parts: list[Any]) -> Any:
+    """The root of a number; that of a negative one is real if the degree is odd."""
+    base, degree = parts
+    if not mpmath.im(base) and mpmath.re(base) < 0 and mpmath.isint((degree + 1) / 2):
+        return -_power([-base, 1 / degree])
+    return _power([base, 1 / degree])
+
+
 def _call(name: str, argument: Any) -> Any:
     if argument and mpmath.mag(argument) > _MAX_MAGNITUDE and name not in ("ln", "lg", "fabs"):
         raise TooCostly(f"{name} of a large number")
@@ -265,6 +273,7 @@ _OPERATIONS: dict[str, Callable[[list[Any]], Any]] = {
     "percent": lambda parts: parts[0] / 100,
     "degrees": lambda parts: parts[0] * mpmath.pi / 180,
     "power": _power,
+    "root": _root,
     "factorial": _factorial,
     "binomial": _factorial,
 }

@@ -19,7 +19,10 @@ _MAX_NESTED = 20
 
 _OPENING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "⟨": "⟩"}
 _BRACKET = re.compile(r"\\[{}]|[()\[\]{}⟨⟩]")
-_MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX = re.compile(
+    r"[(\[]? ?\\begin\{((?:[pb]|small)?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\} ?[)\]]?",
+    re.DOTALL,
+)
 _SEPARATOR = re.compile(r",\s*(?:and|or)\b|[,;]|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 _COMMA = re.compile(",")
 _UNION = re.compile("∪")
@@ -29,11 +32,23 @@ _BASE = re.compile(
     r"|(-?[0-9A-Fa-f]+) ?\(?(?:in )?base (\d{1,2}|two|three|eight|ten|sixteen)\)?"
 )
 _BASES = {"two": "2", "three": "3", "eight": "8", "ten": "10", "sixteen": "16"}
-_CLOCK = re.compile(r"(\d{1,9}(?: ?: ?\d{1,9})+)\s*(?:([AaPp])\.? ?[Mm]\.?)?")
+_CLOCK = re.compile(
+    r"(\d{1,9}(?: ?: ?\d{1,9})+)\s*(?:§?([AaPp])\.? ?§?[Mm]\.?)?|(\d{1,9}) to (\d{1,9})"
+)
 # A set, a segment, a vector or a complex number; |x| = 3 says nothing like x = 3.
 _SIZED = r"(?:[A-Z][A-Za-z]*|[uvwz]|\\vec ?\{?[A-Za-z]+\}?)"
+_SEGMENT = "[A-Z]{2,6}"
+# x(x+1) is a product, and ln(x) an equation's side.
+_NO_LABEL = (
+    r"(?:([A-Za-z]) ?\([^()]*\1"
+    r"|\\?(?:sqrt|ln|log|lg|exp|abs)(?![A-Za-z])|(?:sin|cos|tan|cot|sec|csc) ?\()"
+)
 _LABEL = re.compile(
-    r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_\{?\w{1,9}\}?)?'*(?:\([^()=]{0,20}\))?"
+    # A letter, P(X = 2), f^{-1}(x), a_{n+1}, E[X], Var(X).
+    rf"(?!{_NO_LABEL})"
+    r"(?:[A-Za-z]|[A-Za-z]{3,}(?= ?\()|\\[A-Za-z]+|\\mathbb\{[A-Z]\})"
+    r"(?:_(?:\w{1,9}|\{[^{}=]{1,20}\}))?'*(?:(?:\^\{-1\})? ?\([^()]{0,20}\)|\[[^\[\]]{0,20}\])?"
+    rf"|\\frac\{{ ?{_SEGMENT} ?\}}\{{ ?{_SEGMENT} ?\}}|{_SEGMENT} ?[/:] ?{_SEGMENT}|\[{_SEGMENT}\]"
     r"|\([a-z](?:, ?[a-z]){1,3}\)|[A-Z]{2,4}"
     r"|m?\\(?:angle|overline|bar|hat|vec|triangle|widehat|\|)[^0-9=]*"
     rf"|\| ?{_SIZED} ?\||\\[lv]vert ?{_SIZED} ?\\[rv]vert"
@@ -183,7 +198,8 @@ def _whole(text: str) -> Form | None:
         base = found[2] or found[4]
         return Form("base", f"{(found[1] or found[3]).upper()}_{_BASES.get(base, base)}")
     if found := _CLOCK.fullmatch(text):
-        numbers = ":".join(str(int(number)) for number in found[1].split(":"))
+        parts = found[1].split(":") if found[1] else found.groups()[2:]
+        numbers = ":".join(str(int(part)) for part in parts)
         return Form("clock", numbers, signs=(found[2] or "").lower())
     return None
 

@@ -10,7 +10,7 @@ from collections import Counter
 from fractions import Fraction
 
 from areal.rewards import math_expressions as expressions
-from areal.rewards.math_forms import Form, is_name, region, squeezed, turned, words_of, wordy
+from areal.rewards.math_forms import Form, is_name, read, region, squeezed, turned, words_of, wordy
 from areal.rewards.math_tree import Node, TooCostly, Unreadable, parse, variables
 from areal.rewards.math_units import Amount, compatible, shifted
 from areal.rewards.math_verifier import verified
@@ -33,6 +33,10 @@ def same(gold: Form, found: Form) -> bool:
     left, right = region(gold), region(found)
     if left and right and (left[0] == right[0] or not left[0] or not right[0]):
         gold, found = left[1], right[1]
+    if {gold.kind, found.kind} == {"list", "tuple"}:
+        gold, found = _point(gold), _point(found)
+    if {gold.kind, found.kind} == {"clock", "leaf"}:
+        gold, found = _quotient(gold), _quotient(found)
     kinds = {gold.kind, found.kind}
     if "relation" in kinds:
         return _same_relation(gold, found)
@@ -47,6 +51,22 @@ def same(gold: Form, found: Form) -> bool:
         and len(gold.items) == len(found.items)
         and all(map(same, gold.items, found.items))
     )
+
+
+def _point(form: Form) -> Form:
+    """The point that its coordinates are a list of, as in y = 3, x = 2."""
+    values = {item.items[0].text: item.items[1] for item in form.items if item.signs == "="}
+    named = all(name.isalpha() and len(name) == 1 for name in values)
+    if form.kind != "list" or not named or len(values) < len(form.items) or " or " in form.text:
+        return form
+    return Form("tuple", form.text, tuple(values[name] for name in sorted(values)), signs="()")
+
+
+def _quotient(form: Form) -> Form:
+    """The fraction that is the value of a ratio, 3:2, and of no time."""
+    first, _, second = form.text.partition(":")
+    is_ratio = form.kind == "clock" and not form.signs and ":" not in second
+    return read(f"{first}/{second}") if is_ratio else form
 
 
 def _single(form: Form, other: Form) -> Form:
@@ -181,6 +201,8 @@ def _defined(form: Form) -> Form | None:
     if set(form.signs) != {"="}:
         return None
     *names, value = form.items
+    if len(names) > 1 and is_name(names[0].text):
+        return value  # V = \pi r^2 h = 3\pi
     if is_name(value.text) and len(names) == 1 and not is_name(names[0].text):
         names, value = [value], names[0]
     if all(is_name(each.text) or _is_calculation(each) for each in names):

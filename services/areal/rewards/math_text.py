@@ -80,12 +80,20 @@ _COMMANDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(rf"^({_UNRELATED})\\over(?![A-Za-z])({_UNRELATED})$"), r"\\frac{\1}{\2}"),
     (re.compile(rf"\{{({_GROUP})\\choose(?![A-Za-z])({_GROUP})\}}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\mathbb\s*([A-Z])(?![A-Za-z])"), r"\\mathbb{\1}"),
-    # A repeating decimal: 0.\dot{3}, 0.\bar{3}, 0.\dot{1}2\dot{3}, 0.\overline 3.
+    # A repeating decimal: 0.\dot{3}, 0.\bar{3}, 0.\dot{1}2\dot{3}, 0.\overline 3, 0.(3), 0.333...
     (
         re.compile(r"(?<=[\d.])\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?"),
         r"\\overline{\1\2\3}",
     ),
     (re.compile(r"(?<=[\d.])\\(?:dot|bar|overline)\s*\{?(\d+)\}?"), r"\\overline{\1}"),
+    (re.compile(r"(?<=\d\.)\((\d+)\)"), r"\\overline{\1}"),
+    (
+        re.compile(
+            r"(?<![\d.])(\d{1,9}\.\d{0,9}?)(\d{1,9}?)\2{2,} ?(?:\.\.\.|\\l?dots(?![A-Za-z]))"
+        ),
+        r"\1\\overline{\2}",
+    ),
+    (re.compile(r"\\colon(?![A-Za-z])|\\math(?:bin|rel) ?:"), ":"),
     (re.compile(r"(?<=[\d,])\\!(?=[\d,])"), ""),
     (re.compile(r"\\(?:[,;:! ]|quad|qquad|thinspace|enspace|hspace\*?\{[^{}]*\})"), " "),
     (re.compile(r"\\([$#&])"), r"\1"),
@@ -95,7 +103,7 @@ _COMMANDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\\(?:ge|geq|geqslant)(?![A-Za-z])|>="), "≥"),
     (re.compile(r"\\lt(?![A-Za-z])"), "<"),
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
-    (re.compile(r"\\neq?(?![A-Za-z])|!="), "≠"),
+    (re.compile(r"\\neq?(?![A-Za-z])|(?<![\d)}])!="), "≠"),  # 5!=120 is a factorial
     (re.compile(r"\\(?:approx|simeq|cong)(?![A-Za-z])"), "≈"),
     (re.compile(r"\\in(?![A-Za-z])"), "∈"),
     (re.compile(r"\\(?:big)?cup(?![A-Za-z])"), "∪"),
@@ -116,6 +124,7 @@ _WORDS_IN = re.compile(
     r"\s*\{((?:[^{}\\]|\\.|\{[^{}]*\})*)\}"
 )
 _STYLED = re.compile(r"\\(?:mathbf|mathit|boldsymbol|bm|mathsf|boxed|underline)\s*\{([^{}]*)\}")
+_MARK_IN_BRACES = re.compile(r"\{([,.:])\}")
 _ROW_END = re.compile(r"\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\])?")
 _LONE_LETTER = re.compile(r"(?<![A-Za-z\\§])([A-Za-z])(?![A-Za-z])")
 _POWER = re.compile(r"(?<=[A-Za-z0-9)])\*\*(?=\(?-?\d)")
@@ -127,7 +136,8 @@ def clean(text: str) -> str:
     """Returns the text in the one spelling that the other modules of this reward read."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
     text = re.sub("[₀-₉]+", lambda m: f"_{{{m[0].translate(_LOWERED)}}}", text)
-    text = undelimited(text.translate(_CHARACTERS).strip()).replace("{,}", ",")
+    text = undelimited(text.translate(_CHARACTERS).strip())
+    text = _MARK_IN_BRACES.sub(r"\1", text)
     text = _ROW_END.sub(NEW_ROW, text)
     for _ in range(3):  # styles in styles
         styled = _STYLED.sub(r"\1", _WORDS_IN.sub(_marked, text))
@@ -149,7 +159,10 @@ def unemphasized(text: str, space: str = "") -> str:
 def trimmed(text: str) -> str:
     """Removes punctuation and LaTeX's spaces at the end, and asterisks around the text."""
     text = text.strip().strip("*").strip()
-    while found := next((mark for mark in _ENDS if text.endswith(mark)), ""):
+    while not text.endswith("..."):
+        found = next((mark for mark in _ENDS if text.endswith(mark)), "")
+        if not found:
+            break
         text = text.removesuffix(found).rstrip()
     return text
 

@@ -317,8 +317,10 @@ class _Reader:
             degree = self._sum()
             if not self._skip("]"):
                 raise Unreadable("a bracket that is not closed")
-        inverse = Node("inverse", parts=(degree,))
-        return Node("power", parts=(self._argument(), inverse))
+        argument = self._argument()
+        if not variables(argument):
+            return Node("root", parts=(argument, degree))
+        return Node("power", parts=(argument, Node("inverse", parts=(degree,))))
 
     def _argument(self) -> Node:
         r"""The argument of \frac or \sqrt: a group, or one digit or letter, as in \frac12."""
