@@ -6,6 +6,7 @@ decimals where both are, else as expressions; words only as words.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from fractions import Fraction
 
@@ -63,10 +64,11 @@ def _point(form: Form) -> Form:
 
 
 def _quotient(form: Form) -> Form:
-    """The fraction that is the value of a ratio, 3:2, and of no time."""
+    """The fraction that is the value of a ratio in lowest terms, 3:2; whole numbers are none."""
     first, _, second = form.text.partition(":")
-    is_ratio = form.kind == "clock" and not form.signs and ":" not in second
-    return read(f"{first}/{second}") if is_ratio else form
+    if form.kind != "clock" or form.signs or not second.isdigit() or int(second) < 2:
+        return form
+    return read(f"{first}/{second}") if math.gcd(int(first), int(second)) == 1 else form
 
 
 def _single(form: Form, other: Form) -> Form:
