@@ -281,7 +281,7 @@ _LABEL = re.compile(
 _WORD = re.compile(r"[A-Za-z']+")
 _BARE_WORDS = re.compile(
     r"(?P<before>.*?)\s+\((?=[^)]*[A-Za-z]{3})\s*[A-Za-z][A-Za-z ,'\-]+\)"
-    r"|(?P<number>[-+\d.,]*\d) +\([A-Za-z]\)"
+    r"|(?P<number>[-+\d.,]*\d) +\([A-F]\)"
 )
 _APPLIED = re.compile(r"\\[A-Za-z]+$")
 PARTS = "(?:" + "|".join(_PARTS) + ")s?"
