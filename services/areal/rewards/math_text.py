@@ -128,7 +128,23 @@ _MARK_IN_BRACES = re.compile(r"\{([,.:])\}")
 _ROW_END = re.compile(r"\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\])?")
 _LONE_LETTER = re.compile(r"(?<![A-Za-z\\§])([A-Za-z])(?![A-Za-z])")
 _POWER = re.compile(r"(?<=[A-Za-z0-9)])\*\*(?=\(?-?\d)")
-_ENDS = ("\\,", "\\;", "\\:", "\\!", "\\quad", "\\qquad", "\\", "~", ".", ",", ";", ":")
+_ENDS = (
+    "\\,",
+    "\\;",
+    "\\:",
+    "\\!",
+    "\\quad",
+    "\\qquad",
+    "\\",
+    "~",
+    ".",
+    ",",
+    ";",
+    ":",
+    " ",
+    "\t",
+    "\n",
+)
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
@@ -159,12 +175,13 @@ def unemphasized(text: str, space: str = "") -> str:
 def trimmed(text: str) -> str:
     """Removes punctuation and LaTeX's spaces at the end, and asterisks around the text."""
     text = text.strip().strip("*").strip()
-    while not text.endswith("..."):
-        found = next((mark for mark in _ENDS if text.endswith(mark)), "")
+    end = len(text)
+    while not text.endswith("...", 0, end):
+        found = next((mark for mark in _ENDS if text.endswith(mark, 0, end)), "")
         if not found:
             break
-        text = text.removesuffix(found).rstrip()
-    return text
+        end -= len(found)
+    return text[:end].rstrip()
 
 
 def undelimited(text: str) -> str:
