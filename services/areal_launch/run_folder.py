@@ -147,6 +147,21 @@ class RunFolder:
         return content
 
 
+    def killed(self) -> list[float]:
+        """Returns when invocations began that trained and were killed: Unix times, oldest first.
+
+        Only for the launcher that holds the run, before it writes its own stack.json.
+        """
+        try:
+            stack = self.read_stack()
+        except NotFound:
+            return []
+        killed = list(stack.get("killed", ()))
+        if stack.get("state") not in ("stopped", "failed") and "trainer" in stack.get("processes", ()):
+            killed.append(float(stack["started"]))
+        return killed
+
+
 def remove_secrets(folder: RunFolder) -> None:
     """Forgets what was made; the next stack of the trial makes its own."""
     shutil.rmtree(folder.secrets, ignore_errors=True)

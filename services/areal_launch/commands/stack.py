@@ -333,9 +333,10 @@ class Session:
     ) -> dict[str, Any]:
         """Writes summary.json and reward.png, which cover all invocations of this run."""
         stack, folder = self._stack, self._stack.folder
+        rows = read_rows(folder.metrics_file)
         summary = build_summary(
             status=status,
-            rows=read_rows(folder.metrics_file),
+            rows=rows,
             results=read_results(folder.trainer_file),
             findings=of_config(stack.config) if isinstance(stack.config, GRPOConfig) else (),
             snapshot=snapshot,
@@ -346,7 +347,9 @@ class Session:
             cause=stack.cause,
         )
         earlier = read_results(folder.summary_file)
-        summary = continue_summary(earlier, summary, began=stack.started)
+        summary = continue_summary(
+            earlier, summary, began=stack.started, rows=rows, killed=stack.killed
+        )
         try:
             write_json(folder.summary_file, summary)
         except OSError as error:  # a full disk, or a folder that was deleted: it is still shown

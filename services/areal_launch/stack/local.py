@@ -101,6 +101,8 @@ class LocalStack:
         self.cause = ""
         """Why the stack failed, for stack.json."""
         self.started = time.time()
+        self.killed: list[float] = []
+        """See `RunFolder.killed`; for stack.json and the summary."""
         self.ready_seconds: float | None = None
         """Seconds from the start of the first process to serving; the creation of a model does not
         count."""
@@ -127,7 +129,7 @@ class LocalStack:
         """
         elsewhere = self.config.endpoints.gateway
         self._lock = self.folder.lock()
-        self.started = time.time()
+        self.started, self.killed = time.time(), self.folder.killed()
         try:
             self.plan = plan_stack(
                 self.config,
@@ -368,6 +370,7 @@ class LocalStack:
                 "state": self.state.value,
                 "cause": self.cause,
                 "started": self.started,
+                "killed": self.killed,
                 "started_in": str(Path.cwd()),
                 "ready_seconds": self.ready_seconds,
                 "launcher": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,12 @@ def build_summary(
 
 
 def continue_summary(
-    earlier: Mapping[str, Any], latest: Mapping[str, Any], *, began: float
+    earlier: Mapping[str, Any],
+    latest: Mapping[str, Any],
+    *,
+    began: float,
+    rows: Sequence[Mapping[str, Any]] = (),
+    killed: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Extends a run's summary by one more invocation, and keeps all earlier measurements.
 
@@ -120,9 +126,16 @@ def continue_summary(
         earlier: Content of the existing summary.json; empty if there is none.
         latest: Result of `build_summary` for this invocation alone.
         began: Unix time of its start.
+        rows: Rows of metrics.jsonl; their times say which invocation made a step.
+        killed: Unix times at which invocations began that were killed, oldest first: no summary
+            has them. Of each, the steps are known, and its time up to the last of these.
     """
     before: list[dict[str, Any]] = list(earlier.get("invocations", ()))
-    from_step = int(earlier.get("steps", 0)) if before else 0
+    done = int(earlier.get("steps", 0)) if before else 0
+    from_step = _reached(rows, began, done)
+    known = {each["began"] for each in before}
+    starts = [start for when in killed if (start := round(when, 3)) not in known]
+    lost = [_killed(rows, start, end) for start, end in pairwise([*starts, began])]
     invocation = {
         "began": round(began, 3),
         "status": latest["status"],
@@ -131,8 +144,8 @@ def continue_summary(
         "wall_s": latest["wall_s"],
         "cpu_s": latest["cpu_s"],
     }
-    invocations = [*before, invocation]
-    if before and earlier.get("status") == "finished" and latest["steps"] <= from_step:
+    invocations = [*before, *lost, invocation]
+    if before and earlier.get("status") == "finished" and latest["steps"] <= done:
         # Interrupted on the way to more steps: those that were asked for first are done.
         status = "interrupted" if latest["status"] == "interrupted" else "finished"
         return {**earlier, "status": status, "invocations": invocations}
@@ -145,10 +158,29 @@ def continue_summary(
     return {
         **latest,
         "wall_s": round(sum(each["wall_s"] for each in invocations), 2),
-        "cpu_s": round(sum(each["cpu_s"] for each in invocations), 2),
+        "cpu_s": round(sum(each["cpu_s"] or 0 for each in invocations), 2),
         "restarts": restarts,
         "memory_mb": memory,
         "invocations": invocations,
+    }
+
+
+def _reached(rows: Sequence[Mapping[str, Any]], when: float, otherwise: int) -> int:
+    """Returns the last step that had ended then; `otherwise` if rows have no times."""
+    times = [(int(row["step"]), float(row["time"])) for row in rows if row.get("time")]
+    return max((step for step, time in times if time < when), default=0) if times else otherwise
+
+
+def _killed(rows: Sequence[Mapping[str, Any]], began: float, end: float) -> dict[str, Any]:
+    """Returns what rows tell of an invocation that was killed before `end`, and had no time to."""
+    times = [float(row["time"]) for row in rows if began <= (row.get("time") or 0) < end]
+    return {
+        "began": began,
+        "status": "killed",
+        "from_step": _reached(rows, began, 0),
+        "to_step": _reached(rows, end, 0),
+        "wall_s": round(max(times, default=began) - began, 2),
+        "cpu_s": None,
     }
 
 
@@ -160,7 +192,12 @@ def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
     steps = f"steps {last['from_step'] + 1} to {last['to_step']}"
     if last["to_step"] == last["from_step"]:
         steps = "no step" + (", because none remained" if last["status"] == "finished" else "")
-    return f", over {len(invocations)} invocations; this one {last['wall_s']:.0f} s, {steps}"
+    killed = sum(each["status"] == "killed" for each in invocations)
+    counted = f" ({killed} killed: counted up to the last step, without CPU seconds)"
+    return (
+        f", over {len(invocations)} invocations{counted * bool(killed)}; "
+        f"this one {last['wall_s']:.0f} s, {steps}"
+    )
 
 
 def _series(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -16,6 +16,26 @@ from areal_launch.run_folder import RunFolder
 from areal_launch.stack.secret_files import write_secret
 
 
+@pytest.mark.parametrize(
+    ("state", "processes", "expected"),
+    [
+        ("ready", {"trainer": {}}, [10.0, 50.0]),
+        ("stopping", {"trainer": {}}, [10.0, 50.0]),
+        ("stopped", {"trainer": {}}, [10.0]),
+        ("failed", {"trainer": {}}, [10.0]),
+        ("ready", {"buffer": {}}, [10.0]),  # `areal up`
+    ],
+)
+def test_killed_when_the_last_stack_was_not_stopped_then_its_start_is_kept(
+    tmp_path: Path, state: str, processes: dict[str, object], expected: list[float]
+) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.killed() == []
+    content = {"state": state, "started": 50.0, "killed": [10.0], "processes": processes}
+    folder.write_stack(content)
+    assert folder.killed() == expected
+
+
 @pytest.mark.parametrize(("shared", "mode"), [(False, 0o700), (True, 0o755)])
 def test_run_folder_when_made_then_only_its_owner_may_enter_unless_servers_of_others_read_it(
     tmp_path: Path, shared: bool, mode: int

@@ -204,6 +204,42 @@ def test_continue_when_interrupted_before_then_times_add_up() -> None:
     assert "over 2 invocations; this one 12 s, steps 3 to 45" in dict(summary_lines(whole))["time"]
 
 
+def timed(first: int, last: int, began: float) -> list[dict[str, float]]:
+    """Rows of an invocation that makes a step each second."""
+    return [row(step, 0.5) | {"time": began + step - first + 1} for step in range(first, last + 1)]
+
+
+def test_continue_when_an_invocation_was_killed_then_it_counts_with_the_steps_that_it_made() -> (
+    None
+):
+    rows = timed(1, 4, 100.0)
+    part = summarize(status="interrupted", rows=rows, wall_s=10.0, cpu_s=5.0)
+    first = continue_summary({}, part, began=100.0, rows=rows)
+    rows = [*rows, *timed(5, 7, 200.0), *timed(8, 9, 300.0)]
+    last = summarize(status="interrupted", rows=rows, wall_s=6.0, cpu_s=2.0)
+    whole = continue_summary(first, last, began=300.0, rows=rows, killed=[200.0])
+    assert whole["invocations"][1:] == [
+        {"began": 200.0, "status": "killed", "from_step": 4, "to_step": 7, "wall_s": 3.0, "cpu_s": None},
+        {"began": 300.0, "status": "interrupted", "from_step": 7, "to_step": 9, "wall_s": 6.0, "cpu_s": 2.0},
+    ]  # fmt: skip
+    assert (whole["wall_s"], whole["cpu_s"]) == (19.0, 7.0)
+    assert dict(summary_lines(whole))["time"] == (
+        "19 s, 7 CPU seconds in all processes, over 3 invocations (1 killed: counted up to the "
+        "last step, without CPU seconds); this one 6 s, steps 8 to 9"
+    )
+    again = continue_summary(whole, last, began=400.0, rows=rows, killed=[200.0])
+    assert [each["began"] for each in again["invocations"]] == [100.0, 200.0, 300.0, 400.0]
+
+
+def test_continue_when_the_first_invocations_were_killed_then_they_count_too() -> None:
+    rows = [*timed(1, 2, 200.0), *timed(3, 4, 300.0)]
+    whole = continue_summary(
+        {}, summarize(rows=rows), began=300.0, rows=rows, killed=[100.0, 200.0]
+    )
+    spans = [(e["from_step"], e["to_step"], e["wall_s"]) for e in whole["invocations"]]
+    assert spans == [(0, 0, 0.0), (0, 2, 2.0), (2, 4, 12.35)]
+
+
 def test_continue_when_the_earlier_file_knows_no_invocations_then_it_starts_over() -> None:
     assert (
         continue_summary({"status": "finished", "steps": 9}, summarize(), began=1.0)["invocations"][
