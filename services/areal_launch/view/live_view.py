@@ -89,7 +89,7 @@ def facts(snapshot: Snapshot) -> dict[str, str]:
     if snapshot.trainer is not None and (measured := snapshot.trainer.evaluations):
         last = measured[-1]
         found["evaluated"] = f"{last['name']} {last['mean_reward']:.3f} {over_rows(last)}".rstrip()
-    if ledger is not None:
+    if snapshot.samples_per_s is not None and snapshot.tokens_per_s is not None:
         speeds = (snapshot.samples_per_s, "samples/s"), (snapshot.tokens_per_s, "tokens/s")
         found["generated"] = ", ".join(f"{count(speed)} {unit}" for speed, unit in speeds)
     if snapshot.generating is not None:

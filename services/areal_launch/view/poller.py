@@ -57,10 +57,10 @@ class Snapshot:
     ledger: LedgerStats | None = None
     servers: list[InferenceServer] = field(default_factory=list)
     sync: SyncStatus | None = None
-    samples_per_s: float = 0.0
-    """Samples generated per second, recently."""
-    tokens_per_s: float = 0.0
-    """Tokens of finished groups per second, recently."""
+    samples_per_s: float | None = None
+    """Samples generated per second, recently; None: a rate takes two looks."""
+    tokens_per_s: float | None = None
+    """Tokens of finished groups per second, recently; None likewise."""
     generating: tuple[int, float] | None = None
     """Requests that servers are processing, and tokens that they sample per second, as the servers
     report; None: no server has answered."""

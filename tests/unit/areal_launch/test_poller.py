@@ -180,11 +180,16 @@ async def test_poll_when_tokens_grow_then_rate_is_per_second(
 ) -> None:
     poller = StackPoller(upstream[1])
     began = time.monotonic()
-    assert (await poller.refresh()).tokens_per_s == 0
+    first = await poller.refresh()
+    assert first.samples_per_s is None
+    assert first.tokens_per_s is None
+    assert "generated" not in facts(first)  # `areal status` looks once
     apart = time.monotonic()
     await asyncio.sleep(0.1)
     apart = time.monotonic() - apart
     rate = (await poller.refresh()).tokens_per_s
+    assert rate is not None
+    assert "generated" in facts(poller.snapshot)
     whole = time.monotonic() - began
     await poller.close()
     # Between the looks, which take as long as the machine lets them, 1000 tokens were generated.
