@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +181,16 @@ def kept_versions(config: BaseExperimentConfig, start: Path) -> list[PolicyVersi
     remote = in_object_store(place)
     root = (start / (place if place and not remote else config.run_dir / "weights")).resolve()
     model = (start / config.model.path).resolve()
-    first = [build_manifest(model, 0, 0)] if (model / "config.json").is_file() else []
+    first = [_start_version(model)] if (model / "config.json").is_file() else []
     uploaded = ObjectStore(place).versions() if remote else []
     return [*first, *stored_versions(root), *uploaded]
+
+
+def _start_version(model: Path) -> PolicyVersion:
+    """Returns version 0; it has no manifest that says when it was made, but its files do."""
+    found = build_manifest(model, 0, 0)
+    written = max((model / file.name).stat().st_mtime for file in found.files)
+    return replace(found, publish_time=written)
 
 
 def _look(run: Path | None, endpoint: str) -> tuple[list[PolicyVersion], dict[int, list[str]], str]:

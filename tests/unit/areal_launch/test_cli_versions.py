@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,6 +50,15 @@ def test_list_when_the_run_is_over_then_shows_what_is_kept(
     printed = capsys.readouterr().out
     assert "v00000004-inc2" in printed
     assert "not running" in " ".join(printed.split())
+
+
+def test_list_when_the_model_is_old_then_the_age_of_version_0_is_that_of_its_files(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in (tmp_path / "model").iterdir():
+        os.utime(file, (5000.0, 5000.0))
+    list_versions(run, as_json=True)
+    assert json.loads(capsys.readouterr().out)[0]["publish_time"] == 5000.0
 
 
 def test_show_when_two_incarnations_made_it_then_the_last_one_counts(
