@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 # Last lines of a traceback in the printed list; --json has the whole traceback.
 _TRACEBACK_LINES = 12
+_MOST = 1_000_000
 # The most dead letters to keep in the folder of a run that has ended.
 _KEPT = 200
 
@@ -48,8 +49,8 @@ def _age(seconds: float) -> str:
 
 def list_dead_letters(run: Path | None, limit: int, *, as_json: bool, endpoint: str = "") -> int:
     """Prints dead letters, newest first; for a run that has ended, those in its folder."""
-    if limit < 1:
-        raise InvalidInput(f"--limit {limit}: expected 1 or more")
+    if not 1 <= limit <= _MOST:
+        raise InvalidInput(f"--limit {limit}: expected 1 to {_MOST:,}")
     folder = None if endpoint else find_run(run, live=False)
     if folder is not None and not folder.held() and folder.dead_letters_file.is_file():
         lines = folder.dead_letters_file.read_bytes().splitlines()

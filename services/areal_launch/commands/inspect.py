@@ -30,6 +30,7 @@ from areal_launch.view.watchdog import ask_waits
 STOP_TIMEOUT_S = 90.0
 KILL_TIMEOUT_S = 30.0
 FOLLOW_INTERVAL_S = 0.3
+MOST_LINES = 1_000_000
 
 
 def look(folder: RunFolder, timeout: float = 5.0) -> Snapshot:
@@ -202,6 +203,8 @@ def _wait_released(folder: RunFolder, timeout: float) -> bool:
 
 def show_logs(run: Path | None, name: str | None, *, follow: bool, lines: int) -> int:
     """Prints the end of one log or of all; with `follow`, also new lines until Ctrl-C."""
+    if not 0 <= lines <= MOST_LINES:
+        raise InvalidInput(f"--lines {lines}: expected 0 to {MOST_LINES:,}")
     folder = find_run(run, live=False)
     files = {file.stem: file for file in sorted(folder.logs.glob("*.log"))}
     if name is not None and name not in files:
