@@ -34,7 +34,7 @@ from areal_launch.arguments import (
 )
 from areal_launch.subcommands import dead_letters, versions
 from areal_launch.utf8 import restart_in_utf8
-from areal_launch.view.output import warn
+from areal_launch.view.output import warn, whole_output
 
 
 class _Commands(TyperGroup):
@@ -502,13 +502,13 @@ def export(
 def main() -> None:
     """Entry point of the console script."""
     restart_in_utf8()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # what a model wrote may hold half a surrogate pair
-            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stderr, TextIOWrapper):  # as for stdout
+        sys.stderr.reconfigure(errors="backslashreplace")
     # A shell's `&`, nohup and many CI systems start programs with SIGINT ignored, and Python keeps
     # it ignored. An interrupt sent to this process is intended, so handle it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    app(prog_name="areal")
+    with whole_output():
+        app(prog_name="areal")
 
 
 if __name__ == "__main__":

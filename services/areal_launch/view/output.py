@@ -72,10 +72,14 @@ class LastingOutput(io.TextIOBase):
             self._drop()
 
     def _drop(self) -> None:
-        """Sends all further output nowhere, including buffered output, so that nothing can fail."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+        drop(self._stream.fileno())
+
+
+def drop(descriptor: int) -> None:
+    """Sends all further output nowhere, including buffered output, so that nothing can fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 @contextmanager
@@ -87,6 +91,49 @@ def lasting_output() -> Iterator[None]:
             there = stream or entered.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123
             entered.enter_context(redirect(LastingOutput(there)))
         yield
+
+
+class _Stdout(io.FileIO):
+    """File descriptor 1, and why it did not take all output."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+@contextmanager
+def whole_output() -> Iterator[None]:
+    """Context that exits with 1, and one line, if stdout did not take all output: a full disk.
+
+    Without a line if its reader went away, as `head` does.
+    """
+    if sys.stdout is None:  # it was closed before this process began (`>&-`)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    descriptor = _Stdout(sys.stdout.fileno(), "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(descriptor),
+        # What a model wrote may hold half a surrogate pair.
+        encoding=sys.stdout.encoding,
+        errors="backslashreplace",
+        line_buffering=sys.stdout.isatty(),
+    )
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error is not descriptor.failure:
+            raise
+        drop(descriptor.fileno())
+        if not isinstance(error, BrokenPipeError):
+            warn(f"standard output: {error.strerror}")
+        raise SystemExit(1) from None
 
 
 # What a terminal obeys instead of showing it (ESC, CSI), what changes the order of the text around

@@ -14,9 +14,9 @@ from areal_launch.processes.process import python_environment
 _VIEW = """
 import pathlib, sys, time
 from rich.console import Console
-from areal_launch.view.output import lasting_output, print_event, say
+from areal_launch.view.output import lasting_output, print_event, say, whole_output
 sys.stdin.readline()  # the reader has gone
-with lasting_output():
+with whole_output(), lasting_output():
     console = Console()
     for number in range(3000):
         say(f"line {number} of a run that takes a while")
@@ -56,6 +56,38 @@ def test_run_when_no_one_reads_its_output_then_it_ends_as_it_would_have(
     done = tmp_path / "done"
     assert _ends(streams, done) == 0
     assert done.read_text() == "trained"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "say('x')",
+        "say('x' * 100_000)",
+        "sys.stdout.write('x')",
+        "print_json({'x': list(range(9000))})",
+        "print_table(('a', 'b'), [('1', '2')] * 3000)",
+        "typer.echo('x')",
+    ],
+)
+def test_command_when_the_disk_of_its_output_is_full_then_one_line_and_exit_code_1(
+    printed: str, unbuffered: str
+) -> None:
+    code = "import sys, typer; from areal_launch.view.output import *\n"
+    code += f"with whole_output():\n    {printed}\n    sys.exit(0)"
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**python_environment(), "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "areal: standard output: No space left on device\n",
+    )
 
 
 def test_console_script_when_the_locale_is_another_then_it_starts_again_in_utf8() -> None:
