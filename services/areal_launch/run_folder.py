@@ -146,7 +146,6 @@ class RunFolder:
             raise NotFound(f"{self.stack_file}: expected a JSON object")
         return content
 
-
     def killed(self) -> list[float]:
         """Returns when invocations began that trained and were killed: Unix times, oldest first.
 
@@ -156,10 +155,9 @@ class RunFolder:
             stack = self.read_stack()
         except NotFound:
             return []
-        killed = list(stack.get("killed", ()))
-        if stack.get("state") not in ("stopped", "failed") and "trainer" in stack.get("processes", ()):
-            killed.append(float(stack["started"]))
-        return killed
+        ended = stack.get("state") in ("stopped", "failed")
+        last = [] if ended or "trainer" not in stack.get("processes", ()) else [stack["started"]]
+        return [*stack.get("killed", ()), *last]
 
 
 def remove_secrets(folder: RunFolder) -> None:

@@ -193,7 +193,7 @@ def _invocations(invocations: Sequence[Mapping[str, Any]]) -> str:
     if last["to_step"] == last["from_step"]:
         steps = "no step" + (", because none remained" if last["status"] == "finished" else "")
     killed = sum(each["status"] == "killed" for each in invocations)
-    counted = f" ({killed} killed: counted up to the last step, without CPU seconds)"
+    counted = f" ({killed} killed: counted up to the last kept step, without CPU seconds)"
     return (
         f", over {len(invocations)} invocations{counted * bool(killed)}; "
         f"this one {last['wall_s']:.0f} s, {steps}"

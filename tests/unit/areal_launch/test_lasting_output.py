@@ -84,10 +84,8 @@ def test_command_when_the_disk_of_its_output_is_full_then_one_line_and_exit_code
             check=False,
             env={**python_environment(), "PYTHONUNBUFFERED": unbuffered},
         )
-    assert (done.returncode, done.stderr) == (
-        1,
-        "areal: standard output: No space left on device\n",
-    )
+    assert done.returncode == 1
+    assert done.stderr == "areal: standard output: No space left on device\n"
 
 
 def test_console_script_when_the_locale_is_another_then_it_starts_again_in_utf8() -> None:

@@ -218,14 +218,15 @@ def test_continue_when_an_invocation_was_killed_then_it_counts_with_the_steps_th
     rows = [*rows, *timed(5, 7, 200.0), *timed(8, 9, 300.0)]
     last = summarize(status="interrupted", rows=rows, wall_s=6.0, cpu_s=2.0)
     whole = continue_summary(first, last, began=300.0, rows=rows, killed=[200.0])
-    assert whole["invocations"][1:] == [
-        {"began": 200.0, "status": "killed", "from_step": 4, "to_step": 7, "wall_s": 3.0, "cpu_s": None},
-        {"began": 300.0, "status": "interrupted", "from_step": 7, "to_step": 9, "wall_s": 6.0, "cpu_s": 2.0},
-    ]  # fmt: skip
+    names = ("began", "status", "from_step", "to_step", "wall_s", "cpu_s")
+    assert [tuple(each[name] for name in names) for each in whole["invocations"][1:]] == [
+        (200.0, "killed", 4, 7, 3.0, None),
+        (300.0, "interrupted", 7, 9, 6.0, 2.0),
+    ]
     assert (whole["wall_s"], whole["cpu_s"]) == (19.0, 7.0)
     assert dict(summary_lines(whole))["time"] == (
         "19 s, 7 CPU seconds in all processes, over 3 invocations (1 killed: counted up to the "
-        "last step, without CPU seconds); this one 6 s, steps 8 to 9"
+        "last kept step, without CPU seconds); this one 6 s, steps 8 to 9"
     )
     again = continue_summary(whole, last, began=400.0, rows=rows, killed=[200.0])
     assert [each["began"] for each in again["invocations"]] == [100.0, 200.0, 300.0, 400.0]
