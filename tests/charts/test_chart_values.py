@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from tests.charts.rendering import CHART, refusal, render, render_ci
+from tests.charts.rendering import CHART, refusal, render, render_ci, template
 
 MISTAKES = [
     ("sglang.replicaCount=many", "sglang.replicaCount: Invalid type. Expected: [integer,null]"),
@@ -48,12 +48,76 @@ MISTAKES = [
         "overrides.model.path=models/${model.name}",
         "set overrides.model.path to the folder itself",
     ),
+    ("overrides.seed=abc", "overrides.seed abc: expected an integer"),
+    ("overrides.seed=2.5", "overrides.seed 2.5: expected an integer"),
+    ("overrides.gconfig.temperature=hot", "overrides.gconfig.temperature hot: expected a number"),
+    ("overrides.reward.workers=0", "overrides.reward.workers 0: expected an integer, 1 or more"),
+    (
+        "overrides.actor.eps_clip=1.5",
+        "overrides.actor.eps_clip 1.5: expected a number, above 0 and at most 1",
+    ),
+    ("overrides.actor.offload=maybe", "overrides.actor.offload maybe: expected true or false"),
+    (
+        "overrides.weight_sync.transport=disc",
+        "overrides.weight_sync.transport disc: expected one of disk, stream, distributed",
+    ),
+    ("overrides.endpoints.inference=a:1", "overrides.endpoints.inference a:1: expected a list"),
+    ("overrides.model=m", "overrides.model m: expected a mapping"),
+    ("overrides.model.path={a}", "overrides.model.path [a]: expected text"),
+    ("image.repository=https://reg.io/areal", "image.repository: Does not match pattern"),
+    ("image.repository=reg.io/areal:v1", "image.repository: Does not match pattern"),
+    ("image.tag=v1:2", "image.tag: Does not match pattern"),
+    ("image.references.trainer=reg.io/a b", "image.references.trainer: Does not match pattern"),
+    ("trainer.image=https://reg.io/a", "trainer.image: Does not match pattern"),
+    ("sglang.image.repository=a/B", "sglang.image.repository: Does not match pattern"),
+    ("sglang.resources.limits.memory=5XB", "sglang.resources.limits.memory: Does not match"),
+    ("prepare.resources.requests.cpu=-1", "prepare.resources.requests.cpu: Must be greater"),
+    ("tls.existingSecret=Bad_Name", "tls.existingSecret: Does not match pattern"),
+    ("storage.existingClaim=my claim", "storage.existingClaim: Does not match pattern"),
+    ("gateway.service.nodePort=80", "nodePort: Must be greater than or equal to 1024"),
+    ("gateway.ingress.hosts[0]=a_b.example", "gateway.ingress.hosts.0: Does not match pattern"),
+    ("gateway.httpRoute.hostnames[0]=a_b", "gateway.httpRoute.hostnames.0: Does not match"),
+    ("reward.pdb.minAvailable=1,reward.pdb.maxUnavailable=1", "reward.pdb has minAvailable and"),
+    (
+        "common.podSpec.containers=x",
+        "common.podSpec.containers would replace those of the chart: use common.container",
+    ),
+    ("redis.podSpec.volumes[0].name=x", "redis.podSpec.volumes would replace those of the chart"),
 ]
 
 
 @pytest.mark.parametrize(("setting", "sentence"), MISTAKES, ids=[m[0] for m in MISTAKES])
 def test_values_when_they_cannot_work_then_a_sentence_says_why(setting, sentence):
     assert sentence in refusal("--set", setting)
+
+
+def test_release_when_its_name_begins_with_a_digit_then_a_sentence_says_why():
+    done = template(release="1abc")
+    assert done.returncode != 0
+    assert "release name 1abc: it begins with a digit, and names of Services may not" in done.stderr
+    objects = render("--set", "fullnameOverride=abc", release="1abc")
+    assert "abc-buffer" in {each["metadata"]["name"] for each in objects}
+
+
+def test_values_when_they_are_written_in_other_ways_then_accepted():
+    """As `--set` and YAML write numbers, references to other keys, and names with a port."""
+    overrides = [
+        *("seed=7", "actor.optimizer.lr=1e-4", "gconfig.temperature=0.5", "experiment_name=5"),
+        *("total_train_steps=1000000", "trial_name=t${seed}", "checkpoint.freq_steps=1_000"),
+        *("actor.offload=true", "reward.workers=${seed}", "actor.optimizer.weight_decay=0"),
+        *("endpoints.inference={http://gpu-1:30000}", "actor.loss_constants.tau=1"),
+    ]
+    settings = [f"overrides.{each}" for each in overrides]
+    settings += [
+        *("image.tag=v1.2-rc", "trainer.image=localhost:5000/team/trainer:v1"),
+        *("sglang.resources.limits.memory=1.5Gi", "sglang.resources.limits.cpu=500m"),
+        *("redis.resources.limits.memory=1e9", "gateway.ingress.hosts[0]=*.example.com"),
+        *("reward.pdb.minAvailable=1", "gateway.service.nodePort=30080"),
+        "gateway.ingress.hosts[1].host=a.example.com",
+    ]
+    assert render(*(part for each in settings for part in ("--set", each)))
+    for repository in ("reg.io:5000/a/b_c", "reg.io", "localhost:5000", "a__b/c--d"):
+        assert render("--set", f"image.repository={repository}")
 
 
 def test_values_when_a_component_is_elsewhere_then_its_endpoint_is_used():

@@ -95,6 +95,13 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- define "areal.experiment" -}}
 {{- $user := fromYaml (.Values.config | default (.Files.Get "files/arithmetic_grpo.yaml")) }}
 {{- with $user.Error }}{{ fail (printf "config: not a YAML mapping: %s" .) }}{{ end }}
+{{- /* Of the sections that templates read: they run before validate.yaml. */}}
+{{- range $section := list "endpoints" "model" "sandbox" "security" "stack" "weight_sync" }}
+{{- range $where, $given := dict "config" $user "overrides" $.Values.overrides }}
+{{- $value := get $given $section | default dict }}
+{{- if not (kindIs "map" $value) }}{{ fail (printf "%s.%s %v: expected a mapping" $where $section $value) }}{{ end }}
+{{- end }}
+{{- end }}
 {{- $address := dict }}
 {{- range $key, $component := dict "buffer" "buffer" "rollout" "rollout" "reward" "reward" "weightSync" "weight-sync" "trainer" "trainer" }}
 {{- if (index $.Values $key).enabled }}{{ $_ := set $address (snakecase $key) (printf "%s:50051" (include "areal.name" (list $ $component))) }}{{ end }}
@@ -122,7 +129,7 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{/* model.path on the volume. References such as `${seed}` are replaced by the experiment's top-level values. */}}
 {{- define "areal.modelPath" -}}
 {{- $config := include "areal.experiment" . | fromYaml }}
-{{- $path := dig "model" "path" "" $config }}
+{{- $path := dig "model" "path" "" $config | toString }}
 {{- range $key, $value := $config }}
 {{- if kindIs "float64" $value }}{{ $value = int64 $value }}{{ end }}
 {{- if not (kindIs "map" $value) }}{{ $path = replace (printf "${%s}" $key) (toString $value) $path }}{{ end }}
@@ -147,6 +154,30 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{/* The annotation from which an upgrade learns whether replicaCount has changed. Takes the component's values. */}}
 {{- define "areal.replicaCount" -}}
 {{- if not (kindIs "invalid" .replicaCount) }}areal.io/replica-count: {{ .replicaCount | quote }}{{ end }}
+{{- end }}
+
+{{/* What a value of an experiment should have been, or nothing: (list rule value), with a rule of files/keys.json. Text may be a
+     number, because --set makes text of 0.5, and may refer to another key. */}}
+{{- define "areal.expected" -}}
+{{- $rule := index . 0 }}{{ $value := index . 1 }}{{ $kind := $rule.kind }}{{ $good := true }}
+{{- $text := toString $value | replace "_" "" }}{{ $number := has (kindOf $value) (list "int" "int64" "float64") }}
+{{- if or (kindIs "invalid" $value) (and (kindIs "string" $value) (contains "${" $text)) }}
+{{- else if eq $kind "integer" }}{{ $good = ternary (eq (floor $value) (float64 $value)) (regexMatch "^[+-]?([0-9]+|0[xob][0-9a-fA-F]+)$" $text) $number }}
+{{- else if eq $kind "number" }}{{ $good = or $number (regexMatch "^[+-]?(([0-9]+\\.?[0-9]*|\\.[0-9]+)([eE][+-]?[0-9]+)?|\\.?(?i:inf|nan))$" $text) }}
+{{- else if eq $kind "flag" }}{{ $good = or $number (regexMatch "^(?i:true|false|yes|no|on|off|y|n|0|1)$" $text) }}
+{{- else if eq $kind "text" }}{{ $good = not (has (kindOf $value) (list "map" "slice")) }}
+{{- else if eq $kind "choice" }}{{ $good = has (toString $value) $rule.choices }}
+{{- else if eq $kind "list" }}{{ $good = kindIs "slice" $value }}
+{{- else if eq $kind "mapping" }}{{ $good = kindIs "map" $value }}
+{{- end }}
+{{- if and $good (or $number (kindIs "string" $value)) (has $kind (list "integer" "number")) (not (contains "${" $text)) }}
+{{- $size := float64 $text }}
+{{- if and (hasKey $rule "ge") (lt $size (get $rule "ge" | float64)) }}{{ $good = false }}{{ end }}
+{{- if and (hasKey $rule "gt") (le $size (get $rule "gt" | float64)) }}{{ $good = false }}{{ end }}
+{{- if and (hasKey $rule "le") (gt $size (get $rule "le" | float64)) }}{{ $good = false }}{{ end }}
+{{- if and (hasKey $rule "lt") (ge $size (get $rule "lt" | float64)) }}{{ $good = false }}{{ end }}
+{{- end }}
+{{- if not $good }}{{ $rule.expected }}{{ end }}
 {{- end }}
 
 {{/* The dotted keys of an experiment, as a list: (list prefix mapping sections). It descends into sections only. */}}
