@@ -79,8 +79,9 @@ def plot_rewards(run_dir: Path, target: Path) -> bool:
         bottom.step(at, worst, where="mid", color=_MUTED, linewidth=1.0)
         bottom.plot(at, average, color=_INK, linewidth=1.4)
         bottom.set_ylim(-0.2, max(worst) + 0.4)
-        for value, name, color in ((worst[-1], "max", _MUTED), (average[-1], "mean", _INK)):
-            _label(bottom, (at[-1], value), name, color)
+        # Apart, because both often end at the bound.
+        _label(bottom, (at[-1], worst[-1]), "max", _MUTED, up=6)
+        _label(bottom, (at[-1], average[-1]), "mean", _INK, up=-6)
     bottom.set_ylabel("staleness", color=_INK)
     bottom.set_xlabel("train step", color=_INK)
     figure.tight_layout()
@@ -99,7 +100,7 @@ def other_evaluations(results: dict[str, Any]) -> dict[str, list[tuple[int, floa
 
 
 def _heldout(axes: Any, results: dict[str, Any], steps: list[int]) -> None:
-    """The recipe's evaluations, at the ends of the run."""
+    """The recipe's evaluations, at the ends of the run; the legend has room for their figures."""
     found = [
         (name, (position, float(results[name])))
         for name, position in zip(_ENDS, (steps[0] - 1, steps[-1]), strict=True)
@@ -107,25 +108,22 @@ def _heldout(axes: Any, results: dict[str, Any], steps: list[int]) -> None:
     ]
     if not found:
         return
-    measured, points = last_evaluations(results), [point for _, point in found]
-    x, y = zip(*points, strict=True)
+    measured = last_evaluations(results)
+    rows = [over_rows(measured.get(name, {})) for name, _ in found]
+    figures = [f"{mean:.2f}" for _, (_, mean) in found]
+    if len(set(rows)) > 1:
+        figures, rows = [f"{a} {b}".rstrip() for a, b in zip(figures, rows, strict=True)], [""]
+    text = f"held-out {' → '.join(figures)} {rows[0]}".rstrip()
+    if len(found) == 1:
+        text += ", before training" if found[0][0] == _ENDS[0] else ", after training"
+    x, y = zip(*(point for _, point in found), strict=True)
     axes.plot(x, y, color=_HELDOUT, linewidth=1.2, linestyle=(0, (4, 3)), alpha=0.7)
-    axes.scatter(x, y, color=_HELDOUT, s=46, zorder=5, label="held-out", edgecolor="white")
-    for name, point in found:
-        text = f"{point[1]:.2f} {over_rows(measured.get(name, {}))}".rstrip()
-        _label(axes, point, text, _HELDOUT, offset=(0, -15), ha="center")
+    axes.scatter(x, y, color=_HELDOUT, s=46, zorder=5, label=text, edgecolor="white")
 
 
-def _label(
-    axes: Any,
-    point: tuple[float, float],
-    text: str,
-    color: str,
-    offset: tuple[int, int] = (8, 0),
-    **alignment: str,
-) -> None:
-    """Draws bold text beside a point; by default to the right of a line's end."""
-    at = {"xytext": offset, "textcoords": "offset points", "va": "center", **alignment}
+def _label(axes: Any, point: tuple[float, float], text: str, color: str, up: int = 0) -> None:
+    """Draws bold text to the right of a line's end, `up` points above it."""
+    at = {"xytext": (8, up), "textcoords": "offset points", "va": "center"}
     axes.annotate(text, point, color=color, fontweight="bold", fontsize=9, **at)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,6 +173,41 @@ def test_plot_when_figures_of_some_steps_are_missing_then_the_rest_is_drawn(
     measured = [{"name": "heldout", "step": step, "mean": 0.3} for step in (0, 2, 4)]
     (tmp_path / "trainer.json").write_text(json.dumps({"evaluations": measured}))
     assert plot_rewards(tmp_path, tmp_path / "reward.png")
+
+
+@pytest.mark.parametrize("results", [("heldout_before",), ("heldout_before", "heldout_after")])
+def test_plot_when_evaluations_and_staleness_have_labels_then_no_text_is_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: tuple[str, ...]
+) -> None:
+    rows = [row(step, 0.3 + step / 200) | {"staleness/mean": 1.0} for step in range(1, 13)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    measured = [{"name": name, "step": 0, "mean": 0.32, "rows": 500} for name in results]
+    content = {**dict.fromkeys(results, 0.32), "evaluations": measured}
+    (tmp_path / "trainer.json").write_text(json.dumps(content))
+    figures: list[Any] = []
+    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
+    assert plot_rewards(tmp_path, tmp_path / "reward.png")
+    [figure] = figures
+    boxes = {
+        text: text.get_window_extent()
+        for axes in figure.axes
+        for text in (*axes.texts, *axes.get_yticklabels(), axes.yaxis.label, axes.xaxis.label)
+        if text.get_text()
+    }
+    over = [
+        (one.get_text(), other.get_text())
+        for one, other in itertools.combinations(boxes, 2)
+        if boxes[one].overlaps(boxes[other])
+    ]
+    assert over == []
+    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert (
+        legend[2]
+        == {
+            1: "held-out 0.32 over 500 rows, before training",
+            2: "held-out 0.32 → 0.32 over 500 rows",
+        }[len(results)]
+    )
 
 
 def test_plot_when_there_is_no_step_then_no_file(tmp_path: Path) -> None:
