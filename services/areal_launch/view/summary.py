@@ -62,16 +62,18 @@ def build_summary(
     accounting: dict[str, int | None] = {"submitted": ledger.submitted if ledger else None}
     for state in TaskState:
         accounting[state.value] = ledger.counts.get(state, 0) if ledger else None
+    steps = int(rows[-1]["step"]) if rows else 0
+    window = _window(steps)
     return {
         "status": status,
         "cause": cause or None,
-        "steps": rows[-1]["step"] if rows else 0,
+        "steps": steps,
         "wall_s": round(wall_s, 2),
         "cpu_s": round(cpu_s, 2),
-        "reward_first": mean(rewards[:WINDOW]),
-        "reward_last": mean(rewards[-WINDOW:]),
-        "loss_first": mean(losses[:WINDOW]),
-        "loss_last": mean(losses[-WINDOW:]),
+        "reward_first": mean(rewards[:window]),
+        "reward_last": mean(rewards[-window:]),
+        "loss_first": mean(losses[:window]),
+        "loss_last": mean(losses[-window:]),
         "heldout_before": None,
         "heldout_after": None,
         **results,
@@ -165,6 +167,11 @@ def continue_summary(
     }
 
 
+def _window(steps: int) -> int:
+    """Returns how many of the first and of the last steps a mean is over: half of a short run's."""
+    return min(WINDOW, max(1, steps // 2))
+
+
 def _reached(rows: Sequence[Mapping[str, Any]], when: float, otherwise: int) -> int:
     """Returns the last step that had ended then; `otherwise` if rows have no times."""
     times = [(int(row["step"]), float(row["time"])) for row in rows if row.get("time")]
@@ -235,8 +242,13 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     offline = accounting["submitted"] is None and summary["reward_first"] is None
     if trained:
         what = "loss" if offline else "reward"
-        change = f"{number(summary.get(f'{what}_first'))} → {number(summary.get(f'{what}_last'))}"
-        lines.append((what, f"{change} (mean of the first and last {WINDOW} steps)"))
+        first, last = (number(summary.get(f"{what}_{end}")) for end in ("first", "last"))
+        window = _window(summary["steps"])
+        over = f"mean of the first and last {window} steps"
+        if window == 1:
+            over = "the first and the last step"
+        change = f"{first} → {last} ({over})" if summary["steps"] > 1 else f"{last} (1 step)"
+        lines.append((what, change))
         lines += _series(summary.get(EVALUATIONS) or ())
     else:
         lines += [

@@ -290,9 +290,24 @@ def test_continue_when_the_earlier_file_knows_no_invocations_then_it_starts_over
 def test_panel_when_rows_were_trained_on_then_it_shows_the_loss_and_no_unknown_figures() -> None:
     rows = [{"step": step, "train/loss": 1.5 - step / 100} for step in range(1, 5)]
     panel = dict(summary_lines(summarize(rows=rows, results={}, snapshot=Snapshot())))
-    assert panel["loss"] == "1.475 → 1.475 (mean of the first and last 20 steps)"
+    assert panel["loss"] == "1.485 → 1.465 (mean of the first and last 2 steps)"
     assert not {"reward", "tasks", "staleness", "weights", "generated"} & panel.keys()
     assert "?" not in " ".join(panel.values())
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        (1, "0.010 (1 step)"),
+        (3, "0.010 → 0.030 (the first and the last step)"),
+        (12, "0.035 → 0.095 (mean of the first and last 6 steps)"),
+        (39, "0.100 → 0.300 (mean of the first and last 19 steps)"),
+        (41, "0.105 → 0.315 (mean of the first and last 20 steps)"),
+    ],
+)
+def test_panel_when_a_run_was_short_then_no_step_is_in_both_means(steps: int, text: str) -> None:
+    rows = [row(step, step / 100) for step in range(1, steps + 1)]
+    assert dict(summary_lines(summarize(rows=rows)))["reward"] == text
 
 
 def test_panel_when_evaluations_have_other_names_then_each_is_a_series() -> None:
