@@ -6,7 +6,7 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from areal_launch.view.display import Stack
 
 _SPARKS = "▁▂▃▄▅▆▇█"
+_THREE_TABLES = 90
+"""Columns that servers and two halves of the processes take beside each other."""
 _MUTED = "bright_black"
 _STYLES = {
     "up": "green",
@@ -127,33 +129,50 @@ class LiveView:
         self._usage = usage
         self.snapshot = Snapshot()
 
-    def __rich__(self) -> RenderableType:
-        config = self._stack.config
-        body = Group(
-            self._progress(),
-            Text(),
-            self._figures(),
-            Text(),
-            self._tables(),
-            *self._messages(),
-        )
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws with air where there is room; else what matters most comes first.
+
+        The border with the footer is always on the screen.
+        """
+        airy = self._panel(options.max_width, airy=True)
+        fits = len(console.render_lines(airy, pad=False)) <= options.size.height
+        height = options.size.height
+        yield airy if fits else self._panel(options.max_width, airy=False, height=height)
+
+    def _panel(self, width: int, *, airy: bool, height: int | None = None) -> Panel:
+        """Returns everything in a border; a given `height` cuts off what is below it."""
+        config, sides = self._stack.config, 2 if airy else 1
+        inner = width - 2 - 2 * sides
+        progress, figures, tables = self._progress(), self._figures(inner), self._tables(inner)
+        messages = self._messages()
+        body = [progress, figures, *messages, tables]
+        if airy:
+            gap = [Text()] if messages else []
+            body = [progress, Text(), figures, Text(), tables, *gap, *messages]
         return Panel(
-            body,
+            Group(*body),
             title=f"[bold]areal[/] · {config.experiment_name}/{config.trial_name}",
             title_align="left",
-            subtitle=self._where() + self._stack.interrupt_hint,
+            subtitle=self._footer(inner),
             subtitle_align="left",
             border_style=_MUTED,
-            padding=(1, 2),
+            padding=(1 if airy else 0, sides),
+            height=height,
         )
 
-    def _where(self) -> str:
+    def _footer(self, room: int) -> Text:
+        """Returns where the dashboard is and what Ctrl-C does, in the words that fit."""
+        hint, where = self._stack.interrupt_hint, self._stack.config.endpoints.gateway
         if self._stack.config.offline:
-            return ""
+            return Text(hint)
         if not dashboard_listens(self._stack):
-            return "dashboard is starting   "
-        address = self._stack.config.endpoints.gateway
-        return f"dashboard [link={address}]{address}[/link]{login_hint(self._stack)}   "
+            return Text(f"dashboard is starting   {hint}")
+        address, login = Text(where, f"link {where}"), login_hint(self._stack)
+        for before, after in (("dashboard ", login), ("", login), ("", "")):
+            footer = Text.assemble(before, address, f"{after}   {hint}")
+            if footer.cell_len <= room:
+                return footer
+        return Text(hint)
 
     def _progress(self) -> RenderableType:
         trainer = self.snapshot.trainer
@@ -179,32 +198,32 @@ class LiveView:
         grid.add_row(Text("trainer", _MUTED), Text(doing, no_wrap=True, overflow="ellipsis"), "")
         return grid
 
-    def _figures(self) -> RenderableType:
+    def _figures(self, room: int) -> RenderableType:
+        found = facts(self.snapshot)
+        labels = max(map(len, found), default=0)
         grid = Table.grid(padding=(0, 2))
-        grid.add_column(style=_MUTED, no_wrap=True)
-        grid.add_column(no_wrap=True)
-        for label, text in facts(self.snapshot).items():
+        grid.add_column(style=_MUTED, no_wrap=True, min_width=labels)
+        grid.add_column()
+        for label, text in found.items():
             sparks = ("", "")
-            if label == "reward":
-                sparks = (f"   {sparkline(column(self.snapshot.rows, 'reward/mean'), 48)}", "cyan")
-            elif label == "loss":
-                sparks = (f"   {sparkline(column(self.snapshot.rows, 'train/loss'), 48)}", "cyan")
+            if curve := {"reward": "reward/mean", "loss": "train/loss"}.get(label):
+                left = min(48, room - labels - 2 - len(text) - 3)
+                values = column(self.snapshot.rows, curve)
+                sparks = (f"   {sparkline(values, left)}" if left > 0 else "", "cyan")
             grid.add_row(label, Text.assemble(text, sparks))
         return grid
 
-    def _tables(self) -> RenderableType:
+    def _tables(self, room: int) -> RenderableType:
         names = list(self._stack.processes)
         half = (len(names) + 1) // 2
+        processes = [self._process_table(names[:half]), self._process_table(names[half:])]
+        beside = room >= _THREE_TABLES
+        servers = [] if self._stack.config.offline else [self._server_table(beside=beside)]
         grid = Table.grid(padding=(0, 3, 0, 0))
-        servers = [] if self._stack.config.offline else [self._server_table()]
-        grid.add_row(
-            *servers,
-            self._process_table(names[:half]),
-            self._process_table(names[half:]),
-        )
-        return grid
+        grid.add_row(*servers * beside, *processes)
+        return grid if beside else Group(*servers, grid)
 
-    def _server_table(self) -> RenderableType:
+    def _server_table(self, *, beside: bool) -> RenderableType:
         table = make_table("server", "version", "state", numeric=("version",))
         for server in sorted(self.snapshot.servers, key=lambda s: s.server_id):
             state = Text(server.state.value, _STYLES[server.state])
@@ -216,10 +235,10 @@ class LiveView:
         sync = self.snapshot.sync
         if sync is None:
             return table
-        note = f"version {sync.current_version} on {sync.confirmed_servers} of {sync.servers}"
+        notes = [f"version {sync.current_version} on {sync.confirmed_servers} of {sync.servers}"]
         if sync.updates:
-            note += f"\n{sync.updates} updates, {pause_words(sync.update_seconds_mean)}"
-        return Group(table, Text(note, _MUTED))
+            notes.append(f"{sync.updates} updates, {pause_words(sync.update_seconds_mean)}")
+        return Group(table, Text(("\n" if beside else ", ").join(notes), _MUTED))
 
     def _process_table(self, names: list[str]) -> RenderableType:
         table = make_table("process", "state", "MiB", numeric=("MiB",))
@@ -264,7 +283,7 @@ class LiveView:
             for s in self.snapshot.servers
             if s.cause and s.state is not ServerState.SERVING
         ]
-        return [Text(), *lines] if lines else []
+        return lines
 
 
 def dashboard_listens(stack: Stack) -> bool:

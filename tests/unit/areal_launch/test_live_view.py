@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.screen import Screen
 
 from areal.clients.trainer import TrainerStatus
 from areal.config.experiment import GRPOConfig
@@ -154,6 +155,47 @@ def test_view_when_nothing_is_known_yet_then_it_still_draws() -> None:
 def test_view_when_terminal_is_narrow_or_wide_then_it_fits(width: int) -> None:
     text = draw(make_stack(buffer=("up", 0)), make_snapshot(), width)
     assert all(len(line) <= width for line in text.splitlines())
+
+
+_PROCESSES = (
+    *("redis", "nats", "buffer", "weight-sync", "reward", "rollout-0", "gateway"),
+    *("inference-0", "inference-1", "trainer"),
+)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_view_when_the_terminal_is_small_then_words_are_whole_and_the_footer_is_on_it(
+    width: int, wrong: bool
+) -> None:
+    stack = make_stack(**dict.fromkeys(_PROCESSES, ("up", 0)))
+    stack.interrupt_hint = "Ctrl-C stops everything"
+    stack.config.security.dir = "secrets"
+    snapshot = make_snapshot()
+    snapshot.generating = (391, 12.0)
+    assert snapshot.ledger is not None
+    snapshot.ledger.counts.update({TaskState.RUNNING: 64, TaskState.BATCHED: 640})
+    if wrong:
+        for number in range(3):
+            stack.events.report("warning", "buffer", f"buffer ended {number} times; restart")
+    view = LiveView(stack, SimpleNamespace(now_mb={}))  # type: ignore[arg-type]
+    view.snapshot = snapshot
+    console = Console(width=width, height=24, record=True, file=io.StringIO())
+    console.print(Screen(view))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 24
+    assert all(len(line) <= width for line in lines)
+    text = "\n".join(lines)
+    for word in (
+        *("reward", "generated", "generating", "each step", "staleness", "queue", "ended"),
+        *("server", "version", "state", "process", "MiB", ":21001", ":21002", "quarantined"),
+        *("redis", "inference-0", "ETA 0:30", "in training"),
+    ):
+        assert word in text
+    assert ("buffer ended 2 times" in text) == wrong
+    [footer] = [line for line in lines if line.startswith("╰")]
+    assert "http://127.0.0.1:24000" in footer
+    assert "Ctrl-C stops everything" in footer
 
 
 def test_plain_line_when_training_then_one_line_with_the_same() -> None:
