@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from areal.clients.buffer.admin import BufferAdmin
 from areal.clients.buffer.connection import BufferConnection
 from areal.config.experiment import load_service_config
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, NotFound
 from areal.protocol.leases import DeadLetter
 from areal.security import Security, SecurityConfig
 from areal_launch.run_folder import RunFolder, find_run
@@ -48,17 +48,21 @@ def _age(seconds: float) -> str:
 
 
 def list_dead_letters(run: Path | None, limit: int, *, as_json: bool, endpoint: str = "") -> int:
-    """Prints dead letters, newest first; for a run that has ended, those in its folder."""
+    """Prints dead letters, newest first; for a run that has ended, those in its folder.
+
+    Raises:
+        NotFound: The run was killed, so that its dead letters are not in its folder.
+    """
     if not 1 <= limit <= _MOST:
         raise InvalidInput(f"--limit {limit}: expected 1 to {_MOST:,}")
     folder = None if endpoint else find_run(run, live=False)
-    if folder is not None and not folder.held() and folder.dead_letters_file.is_file():
-        lines = folder.dead_letters_file.read_bytes().splitlines()
-        rows = [json.loads(line) for line in lines[:limit]]
-        if not as_json:
+    if folder is not None and _buffer_ended(folder):
+        rows = _kept_rows(folder)[:limit]
+        if rows and not as_json:
             say(f"{folder.path} has ended; its dead letters were:\n")
     else:
-        letters = _ask(run, endpoint, lambda admin: admin.list_dead_letters(limit))
+        here = folder and folder.path
+        letters = _ask(here, endpoint, lambda admin: admin.list_dead_letters(limit))
         rows = [as_row(each) for each in letters]
     if as_json:
         for row in rows:
@@ -67,6 +71,23 @@ def list_dead_letters(run: Path | None, limit: int, *, as_json: bool, endpoint: 
     now = time.time()
     say("\n\n".join(describe(row, now) for row in rows) or "no dead letters")
     return 0
+
+
+def _buffer_ended(folder: RunFolder) -> bool:
+    """Whether the ledger ended with the run; one that others run may still be there."""
+    own = "buffer" in folder.read_stack().get("processes", {})
+    return not folder.held() and (own or folder.dead_letters_file.is_file())
+
+
+def _kept_rows(folder: RunFolder) -> list[dict[str, Any]]:
+    """Returns what `keep_dead_letters` wrote: nothing if there were none."""
+    if folder.dead_letters_file.is_file():
+        return [json.loads(line) for line in folder.dead_letters_file.read_bytes().splitlines()]
+    if folder.read_stack().get("state") not in ("stopped", "failed"):
+        raise NotFound(
+            f"{folder.path}: was killed before it wrote its dead letters; run it again to see them"
+        )
+    return []
 
 
 async def keep_dead_letters(folder: RunFolder, buffer: str, security: Security) -> None:
@@ -135,10 +156,17 @@ def _report(event: str, words: str, done: int, task_ids: list[str], *, as_json: 
 
 
 def _ask(run: Path | None, endpoint: str, call: Callable[[BufferAdmin], Awaitable[T]]) -> T:
-    """Asks the buffer service at `endpoint`, or, if that is empty, the run's own."""
+    """Asks the buffer service at `endpoint`, or, if that is empty, the run's own.
+
+    Raises:
+        NotFound: The run's own has ended with it.
+    """
     address, security = endpoint, SecurityConfig()
     if not endpoint:
-        config = load_service_config(find_run(run).config_file)
+        folder = find_run(run)
+        if _buffer_ended(folder):
+            raise NotFound(f"{folder.path}: not running; run it again, and its ledger is there")
+        config = load_service_config(folder.config_file)
         address, security = config.endpoints.buffer, config.security
 
     async def ask() -> T:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.ledger_support import make_task
 
-from areal.errors import InvalidInput
+from areal.errors import InvalidInput, NotFound
 from areal.protocol.leases import DeadLetter, TaskRecord
 from areal.types import TaskState
 from areal_launch.commands.dead_letters import (
@@ -16,6 +16,7 @@ from areal_launch.commands.dead_letters import (
     describe,
     drop_dead_letters,
     list_dead_letters,
+    retry_dead_letters,
 )
 
 
@@ -59,6 +60,40 @@ def test_drop_when_neither_or_both_are_said_then_refused(
 ) -> None:
     with pytest.raises(InvalidInput, match="expected task ids, or --all"):
         drop_dead_letters(Path("nowhere"), task_ids, everything=everything, as_json=False)
+
+
+def ended(folder: Path, state: str) -> Path:
+    """A run with a ledger of its own that no longer runs."""
+    folder.mkdir(parents=True)
+    (folder / "stack.json").write_text(json.dumps({"state": state, "processes": {"buffer": {}}}))
+    return folder
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_list_when_the_run_has_ended_and_left_none_then_it_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    named: bool,
+) -> None:
+    folder = ended(tmp_path / "runs" / "sums" / "t0", "stopped")
+    monkeypatch.chdir(tmp_path)
+    assert list_dead_letters(folder if named else None, 20, as_json=False) == 0
+    assert capsys.readouterr().out == "no dead letters\n"
+
+
+def test_list_when_the_run_was_killed_then_its_dead_letters_are_not_said_to_be_none(
+    tmp_path: Path,
+) -> None:
+    folder = ended(tmp_path / "run", "ready")
+    with pytest.raises(NotFound, match="was killed before it wrote its dead letters; run it again"):
+        list_dead_letters(folder, 20, as_json=False)
+
+
+def test_retry_when_the_run_has_ended_then_one_line_says_so(tmp_path: Path) -> None:
+    folder = ended(tmp_path / "run", "stopped")
+    with pytest.raises(NotFound, match="run: not running; run it again"):
+        retry_dead_letters(folder, ["e0-3"], as_json=False)
 
 
 def test_list_when_the_run_has_ended_then_it_prints_what_the_run_left(
