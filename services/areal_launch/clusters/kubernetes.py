@@ -158,13 +158,20 @@ class Release:
         """Returns name, chart and values, as `helm install` and `helm template` take them.
 
         Raises:
-            ConfigError: A file is missing, a secret would end up in the cluster's ConfigMap, or the
-                recipe is a folder that is too large for helm.
+            ConfigError: The chart or a file is missing, a secret would end up in the cluster's
+                ConfigMap, or the recipe is a folder that is too large for helm.
         """
         if self.config.security != SecurityConfig():
             raise ConfigError(
                 "security: expected no keys of this section on Kubernetes; set the chart's values "
                 "auth.existingSecret and tls.existingSecret, which name Secrets, instead"
+            )
+        chart = self._settings.chart
+        folder = chart == KubernetesConfig.chart or chart.startswith((".", "/"))
+        if folder and not Path(chart).exists():
+            raise ConfigError(
+                f"stack.kubernetes.chart {chart!r}: not in {str(Path.cwd())!r}: expected the "
+                "folder charts/areal of this project's repository"
             )
         for file in self._settings.values:
             if not Path(file).is_file():
@@ -176,7 +183,7 @@ class Release:
         experiment.write_text(experiment_to_send(self.config), "utf-8")
         files = [str(values), *self._settings.values]
         return [
-            *(self.name, self._settings.chart),
+            *(self.name, chart),
             *(part for file in files for part in ("--values", file)),
             *("--set-file", f"recipe={self._recipe_file()}"),
             *("--set-file", f"config={experiment}"),

@@ -265,6 +265,18 @@ def test_experiment_when_sent_then_a_key_that_equals_its_default_still_wins_over
     assert "reward_norm" not in sent.read_text(), "the preset sets it there too"
 
 
+@pytest.mark.parametrize("chart", ["charts/areal", "./mine", "/nowhere/areal"])
+def test_release_when_the_folder_of_the_chart_is_not_there_then_its_key_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chart: str
+) -> None:
+    config = make(tmp_path, f"stack.kubernetes.chart={chart}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"^stack\.kubernetes\.chart '{chart}': not in '{tmp_path}'"
+    ):
+        Release(config, tmp_path / "files").chart_arguments()
+
+
 def test_release_when_a_token_is_given_then_it_does_not_go_into_a_config_map(
     tmp_path: Path,
 ) -> None:
