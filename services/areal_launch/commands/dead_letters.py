@@ -61,7 +61,7 @@ def list_dead_letters(run: Path | None, limit: int, *, as_json: bool, endpoint: 
         if rows and not as_json:
             say(f"{folder.path} has ended; its dead letters were:\n")
     else:
-        here = folder and folder.path
+        here = None if folder is None else folder.path
         letters = _ask(here, endpoint, lambda admin: admin.list_dead_letters(limit))
         rows = [as_row(each) for each in letters]
     if as_json:

@@ -98,7 +98,7 @@ class _Stdout(io.FileIO):
 
     failure: OSError | None = None
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
