@@ -143,7 +143,11 @@ class LiveView:
         """Returns everything in a border; a given `height` cuts off what is below it."""
         config, sides = self._stack.config, 2 if airy else 1
         inner = width - 2 - 2 * sides
-        progress, figures, tables = self._progress(), self._figures(inner), self._tables(inner)
+        progress, figures, tables = (
+            self._progress(),
+            self._figures(inner),
+            self._tables(inner, airy),
+        )
         messages = self._messages()
         body = [progress, figures, *messages, tables]
         if airy:
@@ -189,14 +193,16 @@ class LiveView:
         grid.add_column(no_wrap=True, justify="right")
         left = eta_s(self.snapshot)
         tail = f"{elapsed} elapsed" + (f"   ETA {duration(left)}" if left is not None else "")
+        step = Text.assemble(("step ", _MUTED), (f"{trainer.step}/{trainer.total_steps}", "bold"))
         grid.add_row(
-            Text.assemble(("step ", _MUTED), (f"{trainer.step}/{trainer.total_steps}", "bold")),
+            step,
             ProgressBar(total=max(1, trainer.total_steps), completed=trainer.step),
             Text(tail, _MUTED),
         )
         doing = trainer.state + (f": {trainer.detail}" if trainer.detail else "")
-        grid.add_row(Text("trainer", _MUTED), Text(doing, no_wrap=True, overflow="ellipsis"), "")
-        return grid
+        label = f"{'trainer':<{step.cell_len}} "
+        line = Text.assemble((label, _MUTED), doing, no_wrap=True, overflow="ellipsis")
+        return Group(grid, line)
 
     def _figures(self, room: int) -> RenderableType:
         found = facts(self.snapshot)
@@ -213,14 +219,18 @@ class LiveView:
             grid.add_row(label, Text.assemble(text, sparks))
         return grid
 
-    def _tables(self, room: int) -> RenderableType:
-        names = list(self._stack.processes)
+    def _tables(self, room: int, airy: bool) -> RenderableType:
+        processes = self._stack.processes
+        # Those at the end may be cut off: a healthy one is missed least.
+        names = (
+            list(processes) if airy else sorted(processes, key=lambda n: processes[n].state == "up")
+        )
         half = (len(names) + 1) // 2
-        processes = [self._process_table(names[:half]), self._process_table(names[half:])]
+        halves = [self._process_table(names[:half]), self._process_table(names[half:])]
         beside = room >= _THREE_TABLES
         servers = [] if self._stack.config.offline else [self._server_table(beside=beside)]
         grid = Table.grid(padding=(0, 3, 0, 0))
-        grid.add_row(*servers * beside, *processes)
+        grid.add_row(*servers * beside, *halves)
         return grid if beside else Group(*servers, grid)
 
     def _server_table(self, *, beside: bool) -> RenderableType:

@@ -168,7 +168,7 @@ _PROCESSES = (
 def test_view_when_the_terminal_is_small_then_words_are_whole_and_the_footer_is_on_it(
     width: int, wrong: bool
 ) -> None:
-    stack = make_stack(**dict.fromkeys(_PROCESSES, ("up", 0)))
+    stack = make_stack(**{**dict.fromkeys(_PROCESSES, ("up", 0)), "trainer": ("backoff", 0)})
     stack.interrupt_hint = "Ctrl-C stops everything"
     stack.config.security.dir = "secrets"
     snapshot = make_snapshot()
@@ -189,7 +189,7 @@ def test_view_when_the_terminal_is_small_then_words_are_whole_and_the_footer_is_
     for word in (
         *("reward", "generated", "generating", "each step", "staleness", "queue", "ended"),
         *("server", "version", "state", "process", "MiB", ":21001", ":21002", "quarantined"),
-        *("redis", "inference-0", "ETA 0:30", "in training"),
+        *("backoff", "ETA 0:30", "in training"),
     ):
         assert word in text
     assert ("buffer ended 2 times" in text) == wrong
