@@ -165,7 +165,7 @@ KINDS = {
     list: ("list", "a list"),
     dict: ("mapping", "a mapping"),
 }
-BOUNDS = {"ge": "{:g} or more", "gt": "above {:g}", "le": "at most {:g}", "lt": "below {:g}"}
+BOUNDS = {"ge": "{:.15g} or more", "gt": "above {:g}", "le": "at most {:g}", "lt": "below {:g}"}
 
 
 def rule(hint: Any) -> Json:

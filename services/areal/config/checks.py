@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 # By pydantic's error types; anything else is said in its own words.
 _EXPECTED = {
-    "greater_than_equal": "{ge:g} or more",
-    "greater_than": "more than {gt:g}",
-    "less_than_equal": "{le:g} or less",
-    "less_than": "less than {lt:g}",
+    "greater_than_equal": "{ge:.15g} or more",
+    "greater_than": "more than {gt:.15g}",
+    "less_than_equal": "{le:.15g} or less",
+    "less_than": "less than {lt:.15g}",
 }
 
 

@@ -19,6 +19,10 @@ from areal.errors import ConfigError, InvalidInput
 # Key, the last value that is taken, the first that is not, what its error says.
 LIMITS = [
     ("train_dataset.batch_size", "1", "0", "1 or more"),
+    ("seed", "4294967295", "4294967296", "less than 4294967296"),
+    ("total_train_steps", "1", "0", "1 or more"),
+    ("stack.gateway_port", "65535", "65536", "65535 or less"),
+    ("gconfig.top_p", "1", "0", "more than 0"),
     ("gconfig.n_samples", "1", "0", "1 or more"),
     ("gconfig.temperature", "0.1", "-0.1", "a temperature > 0"),
     ("rollout.max_head_offpolicyness", "0", "-1", "0 or more"),
