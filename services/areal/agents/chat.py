@@ -5,20 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from areal.agents.constraints import Required
-from areal.agents.partial import split_reasoning
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
 from areal.tokenizer.json_text import WRITER_DEPTH, canonical, dumps, loads
 from areal.types import LLMResponse, StopReason
+from areal.workflows.reasoning import split_reasoning
 from areal.workflows.rendering import Message, Reply
-from areal.workflows.tool_text import without_calls
-
-END_OF_CALL = "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -138,15 +135,14 @@ def read_answer(
     text = reply.text
     if stopped_by:
         text = text.partition(stopped_by)[0]
-    reasoning, text = split_reasoning(text, opened)
+    reasoning, text, _ = split_reasoning(text, opened)
     calls: tuple[Call, ...] = ()
     if offered and not stopped_by:
+        text = text if reply.content is None else reply.content
         calls = tuple(
             Call(f"call_{uuid.uuid4().hex[:24]}", c.name, json.dumps(c.arguments))
             for c in reply.tool_calls
         )
-    if calls:
-        text = without_calls(text)
     text = text.rstrip() if begun and not reasoning else text.strip()
     return Answer(number, response, text, reasoning.strip(), calls, stopped_by)
 
@@ -160,30 +156,36 @@ def cut_at_stop(
     kept.
     """
 
-    def found(count: int) -> str:
-        text = tokenizer.decode(response.output_tokens[:count], skip_special_tokens=True)
+    def found(ids: Sequence[int]) -> str:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
         hits = [(text.index(each), each) for each in stop if each in text]
         return min(hits)[1] if hits else ""
 
-    size = len(response.output_tokens)
-    if not stop or not (hit := found(size)):
+    if not stop or not (hit := found(response.output_tokens)):
         return response, ""
-    low, high = 1, size  # the fewest tokens whose text has one
+    shorter = cut_where(response, lambda ids: bool(found(ids)))
+    return shorter, found(shorter.output_tokens) or hit
+
+
+def cut_where(response: LLMResponse, ends: Callable[[Sequence[int]], bool]) -> LLMResponse:
+    """The response up to the first token with which `ends` is true of its ids, as of all ids.
+
+    What has ended must not depend on later tokens; then the result is still a valid sample.
+    """
+    low, high = 1, len(response.output_tokens)
     while low < high:
         middle = (low + high) // 2
-        if found(middle):
+        if ends(response.output_tokens[:middle]):
             high = middle
         else:
             low = middle + 1
-    hit = found(low) or hit
-    shorter = replace(
+    return replace(
         response,
         output_tokens=response.output_tokens[:low],
         output_logprobs=response.output_logprobs[:low],
         output_versions=response.output_versions[:low],
         stop_reason=StopReason.STOP,
     )
-    return shorter, hit
 
 
 @dataclass(frozen=True)

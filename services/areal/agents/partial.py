@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal.tokenizer import Tokenizer
+from areal.workflows.reasoning import CLOSE, OPEN
 
-_OPEN, _CLOSE, _CALL = "<think>", "</think>", "<tool_call>"
+_CALL = "<tool_call>"
 _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WAIT = 64
 """Ids without a complete character at their end, after which no character is waited for."""
@@ -37,30 +38,6 @@ class AnswerDelta:
 
 
 OnDelta = Callable[[AnswerDelta], None]
-
-
-def opens_reasoning(prompt: Sequence[int], tokenizer: Tokenizer, begun: str = "") -> bool:
-    """Whether the prompt ends within reasoning: some chat templates end with its opening tag.
-
-    Args:
-        prompt: All of it.
-        tokenizer: The model's.
-        begun: The text with which the agent began the answer, at the prompt's end.
-    """
-    if _OPEN in begun or _CLOSE in begun:
-        return begun.rfind(_OPEN) > begun.rfind(_CLOSE)
-    if begun:
-        return False
-    return tokenizer.decode(list(prompt[-8:])).rstrip().endswith(_OPEN)
-
-
-def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
-    """Splits an answer into reasoning and content; `opened`: the prompt opened the reasoning."""
-    bare = text.lstrip()
-    if not opened and not bare.startswith(_OPEN):
-        return "", text
-    reasoning, _, content = bare.removeprefix(_OPEN).partition(_CLOSE)
-    return reasoning, content
 
 
 class IncrementalText:
@@ -223,15 +200,15 @@ class PartialAnswer:
         reasoning = content = ""
         if self._part == "start":
             bare = self._pending.lstrip()
-            if _OPEN.startswith(bare):
+            if OPEN.startswith(bare):
                 self._pending = bare
                 return "", ""
-            if self._opened or bare.startswith(_OPEN):
-                self._part, self._pending = "reasoning", bare.removeprefix(_OPEN)
+            if self._opened or bare.startswith(OPEN):
+                self._part, self._pending = "reasoning", bare.removeprefix(OPEN)
             else:
                 self._part = "content"
         if self._part == "reasoning":
-            reasoning, closed = self._until(_CLOSE)
+            reasoning, closed = self._until(CLOSE)
             if closed:
                 self._part = "content"
         if self._part == "content":

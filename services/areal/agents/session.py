@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 
 from areal.agents.calls import CallStore
 from areal.agents.chat import (
-    END_OF_CALL,
     Answer,
     ChatRequest,
     History,
     Kept,
     cut_at_stop,
+    cut_where,
     read_answer,
 )
 from areal.agents.headers import Repeats
 from areal.agents.outlines import Outline
-from areal.agents.partial import AnswerDelta, OnDelta, PartialAnswer, opens_reasoning
+from areal.agents.partial import AnswerDelta, OnDelta, PartialAnswer
 from areal.chassis.logging import get_logger
 from areal.errors import (
     ArealError,
@@ -36,7 +36,8 @@ from areal.errors import (
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
 from areal.workflows.large_text import apart, size_of, strings, texts_shown
-from areal.workflows.rendering import ChatRenderer, Message
+from areal.workflows.reasoning import opens_reasoning
+from areal.workflows.rendering import ChatRenderer, Message, Reply
 
 OnBug = Callable[[Exception], None]
 """Called with an exception that no one expected."""
@@ -177,11 +178,15 @@ class Session:
         self, number: int, whole: LLMResponse, request: ChatRequest, *, offered: bool, opened: bool
     ) -> tuple[Answer, str]:
         """Returns what an agent reads of an answer, and the answer's text; never raises."""
+
+        def parse(ids: Sequence[int]) -> Reply:
+            return self.model.renderer.parse(ids, request.tools, opened=opened)
+
         response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
-        reply = self.model.renderer.parse(response.output_tokens)
-        if len(reply.tool_calls) > 1 and not request.parallel:
-            response, _ = cut_at_stop(response, [END_OF_CALL], self.model.tokenizer)
-            reply = self.model.renderer.parse(response.output_tokens)
+        reply = parse(response.output_tokens)
+        if offered and not request.parallel and len(reply.tool_calls) > 1:
+            response = cut_where(response, lambda ids: bool(parse(ids).tool_calls))
+            reply = parse(response.output_tokens)
         answer = read_answer(
             number,
             response,

@@ -59,6 +59,7 @@ class Conversation:
         self._ids: list[int] = []  # up to the end of the last answer
         self._pending: list[Message] = []
         self._context: list[int] = []  # what follows them
+        self._thinking = False  # whether the last answer ended within its reasoning
         self.add_messages(*messages)
         # Refused now rather than after the first answer.
         self._renderer.bridge(self._context, [{"role": "user", "content": "?"}], tools)
@@ -115,7 +116,11 @@ class Conversation:
                 f"Conversation: answer {len(self._responses)} was sampled for ids other than "
                 f"input_ids; a rewritten history needs a new Conversation"
             )
-        reply = self._renderer.parse(response.output_tokens)
+        # An answer that was cut off may continue within its reasoning.
+        opened = None if self._context else self._thinking
+        prompt, ids = response.input_tokens, response.output_tokens
+        reply = self._renderer.parse(ids, self._tools, prompt, opened)
+        self._thinking = reply.thinking
         self._ids = [*self.input_ids, *response.output_tokens]
         self._starts.append(len(response.input_tokens))
         self._responses.append(response)

@@ -23,7 +23,8 @@ from typing import Any, Protocol
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
 from areal.workflows.large_text import texts_shown
-from areal.workflows.tool_text import ToolCall, read_calls
+from areal.workflows.reasoning import opens_reasoning, split_reasoning
+from areal.workflows.tool_text import ToolCall, read_calls, without_calls
 
 Message = dict[str, Any]
 """{"role": "user", "content": "…"}, and other keys that the chat template reads
@@ -37,7 +38,11 @@ class Reply:
     text: str
     """The whole text without special tokens; it still contains the tool calls."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Tool calls that are well formed."""
+    """Tool calls that are well formed, in the text after the reasoning."""
+    content: str | None = None
+    """The text without its reasoning and its calls; None: the renderer does not tell."""
+    thinking: bool = False
+    """Whether the reasoning has not ended."""
 
     @property
     def message(self) -> Message:
@@ -97,8 +102,21 @@ class ChatRenderer(Protocol):
         """
         ...
 
-    def parse(self, ids: Sequence[int]) -> Reply:
-        """Reads the ids of one sampled answer."""
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Sequence[Message] | None = None,
+        prompt: Sequence[int] = (),
+        opened: bool | None = None,
+    ) -> Reply:
+        """Reads the ids of one sampled answer.
+
+        Args:
+            ids: The answer.
+            tools: What the model may call; None: not known.
+            prompt: The ids before the answer.
+            opened: Whether the answer begins within reasoning; None: the prompt's end tells.
+        """
         ...
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatRenderer:
@@ -166,10 +184,19 @@ class TemplateRenderer:
         """Returns a renderer with more variables for the template, which replace its own."""
         return TemplateRenderer(self._tokenizer, **{**self._variables, **variables})
 
-    def parse(self, ids: Sequence[int]) -> Reply:
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Sequence[Message] | None = None,
+        prompt: Sequence[int] = (),
+        opened: bool | None = None,
+    ) -> Reply:
         """See `ChatRenderer`; knows the tool calls of Qwen, Hermes, Llama 3 and GLM."""
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return Reply(text, read_calls(text))
+        if opened is None:
+            opened = opens_reasoning(prompt, self._tokenizer)
+        _, content, thinking = split_reasoning(text, opened)
+        return Reply(text, read_calls(content), without_calls(content), thinking)
 
     def _refuse_longer(self, messages: Sequence[Message], begun: str) -> None:
         """Refuses messages that cannot fit before the template and the tokenizer work on them."""

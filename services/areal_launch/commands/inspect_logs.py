@@ -71,12 +71,17 @@ class Messages:
         """Returns the trajectory's messages in inspect_ai's form."""
         found: list[dict[str, Any]] = []
         segments = [ids for _, ids in one.segments()]
+        before: list[int] = []
         for turn, ids in zip(turns, segments, strict=True):
-            found += [self._sampled(ids, len(found))] if turn["sampled"] else self._given(turn)
+            if turn["sampled"]:
+                found.append(self._sampled(ids, before, len(found)))
+            else:
+                found += self._given(turn)
+            before = ids
         return found
 
-    def _sampled(self, ids: list[int], number: int) -> dict[str, Any]:
-        reply = self._renderer.parse(ids)
+    def _sampled(self, ids: list[int], before: list[int], number: int) -> dict[str, Any]:
+        reply = self._renderer.parse(ids, prompt=before)
         message: dict[str, Any] = {"role": "assistant", "content": reply.text, "source": "generate"}
         if reply.tool_calls:
             message["tool_calls"] = [

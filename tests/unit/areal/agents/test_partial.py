@@ -8,8 +8,9 @@ import pytest
 import tokenizers
 from tests.unit.areal.workflows.chat_families import tokenizer
 
-from areal.agents.partial import PartialAnswer, _without_start_of, split_reasoning
+from areal.agents.partial import PartialAnswer, _without_start_of
 from areal.tokenizer import Tokenizer
+from areal.workflows.reasoning import split_reasoning
 
 FAMILIES = ["qwen2.5", "qwen3", "llama-3.1", "glm-4.6"]
 PIECES = [
@@ -65,7 +66,7 @@ class Whole:
     def split(self, text):
         if "<think>".startswith(text.lstrip()):
             return "", ""
-        reasoning, content = split_reasoning(text, self.opened)
+        reasoning, content, _ = split_reasoning(text, self.opened)
         if "</think>" not in text:
             reasoning = _without_start_of(reasoning, ["</think>"])
         if self.calls:

@@ -14,11 +14,12 @@ import pytest
 from tests.unit.areal.workflows.chat_families import tokenizer
 
 from areal.agents.chat import read_answer
-from areal.agents.partial import PartialAnswer, split_reasoning
+from areal.agents.partial import PartialAnswer
 from areal.tokenizer import Tokenizer
 from areal.tokenizer.json_text import canonical, loads
 from areal.types import LLMResponse, StopReason
 from areal.workflows import tool_text
+from areal.workflows.reasoning import split_reasoning
 from areal.workflows.rendering import Reply, TemplateRenderer
 from areal.workflows.tool_text import read_calls, without_calls
 
@@ -157,7 +158,7 @@ def test_answer_when_anything_is_repeated_then_the_steps_grow_with_its_length(un
 
         def work() -> None:
             split_reasoning(text, opened=True)
-            reply = Reply(text, read_calls(text))
+            reply = Reply(text, read_calls(text), without_calls(text))
             read_answer(0, response, reply, offered=True, opened=False)
 
         return counted.of(work)
