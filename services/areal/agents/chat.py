@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from areal.agents.constraints import Required
 from areal.errors import InvalidInput
-from areal.tokenizer import Tokenizer
 from areal.tokenizer.json_text import WRITER_DEPTH, canonical, dumps, loads
 from areal.types import LLMResponse, StopReason
+from areal.workflows.answer_text import AnswerText
 from areal.workflows.reasoning import split_reasoning
 from areal.workflows.rendering import Message, Reply
 
@@ -139,16 +139,19 @@ def read_answer(
     calls: tuple[Call, ...] = ()
     if offered and not stopped_by:
         text = text if reply.content is None else reply.content
-        calls = tuple(
-            Call(f"call_{uuid.uuid4().hex[:24]}", c.name, json.dumps(c.arguments))
-            for c in reply.tool_calls
-        )
+        known = [call.id for call in reply.tool_calls]
+        ids = [
+            own if own and known.count(own) == 1 else f"call_{uuid.uuid4().hex[:24]}"
+            for own in known
+        ]
+        pairs = zip(ids, reply.tool_calls, strict=True)
+        calls = tuple(Call(id_, c.name, json.dumps(c.arguments)) for id_, c in pairs)
     text = text.rstrip() if begun and not reasoning else text.strip()
     return Answer(number, response, text, reasoning.strip(), calls, stopped_by)
 
 
 def cut_at_stop(
-    response: LLMResponse, stop: Sequence[str], tokenizer: Tokenizer
+    response: LLMResponse, stop: Sequence[str], texts: AnswerText
 ) -> tuple[LLMResponse, str]:
     """The response up to the token that completes a stop text, and which text that is.
 
@@ -157,7 +160,7 @@ def cut_at_stop(
     """
 
     def found(ids: Sequence[int]) -> str:
-        text = tokenizer.decode(ids, skip_special_tokens=True)
+        text = texts.of(ids)
         hits = [(text.index(each), each) for each in stop if each in text]
         return min(hits)[1] if hits else ""
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal.tokenizer import Tokenizer
-from areal.workflows.reasoning import CLOSE, OPEN
+from areal.workflows.answer_text import AnswerText
+from areal.workflows.reasoning import THOUGHTS, opening_of
+from areal.workflows.tool_text import MARKS
 
-_CALL = "<tool_call>"
 _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WAIT = 64
 """Ids without a complete character at their end, after which no character is waited for."""
@@ -47,8 +48,10 @@ class IncrementalText:
     some tokenizers strip a leading blank, which is then that of the known ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, plain: bool = False) -> None:
+        """`plain`: see `AnswerText`."""
         self._tokenizer = tokenizer
+        self._has = AnswerText(tokenizer, plain=plain).has
         self._known: list[int] = []
         self._new: list[int] = []
         self._given = 0
@@ -58,7 +61,7 @@ class IncrementalText:
     def add(self, ids: Sequence[int]) -> str:
         """Returns the new text, up to the last character that no later id can change."""
         # The others have no text, however many there are.
-        self._new += [each for each in ids if not self._tokenizer.is_special(each)]
+        self._new += [each for each in ids if self._has(each)]
         stuck = len(self._new) > _LONGEST_WAIT
         for waiting in range(4 if stuck else 1):  # a character has up to four bytes
             size = len(self._new) - waiting
@@ -93,7 +96,7 @@ class IncrementalText:
         self._given = max(0, len(self._decode(self._known)) - 1)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids)
 
 
 class _Shown:
@@ -153,13 +156,14 @@ class PartialAnswer:
         """
         self._stop, self._opened, self._calls = tuple(stop), opened, calls and not plain
         self._ids: list[int] = []
-        self._text = IncrementalText(tokenizer)
+        self._text = IncrementalText(tokenizer, plain)
         self._held = ""  # may be the start of a stop string
         self._stopped = False
         self._pending = ""  # of what is before a stop string: may be the start of a tag
         self._part: Literal["start", "reasoning", "content", "end"] = (
             "content" if plain else "start"
         )
+        self._close = ""  # ends the reasoning
         self._reasoning = _Shown(strip=True)
         self._content = _Shown(strip=not plain, lead=begun and not opened)
 
@@ -200,15 +204,16 @@ class PartialAnswer:
         reasoning = content = ""
         if self._part == "start":
             bare = self._pending.lstrip()
-            if OPEN.startswith(bare):
+            if any(tag.startswith(bare) and tag != bare for tag in THOUGHTS):
                 self._pending = bare
                 return "", ""
-            if self._opened or bare.startswith(OPEN):
-                self._part, self._pending = "reasoning", bare.removeprefix(OPEN)
+            if begins := opening_of(bare, self._opened):
+                self._part, self._pending = "reasoning", bare.removeprefix(begins)
+                self._close = THOUGHTS[begins]
             else:
                 self._part = "content"
         if self._part == "reasoning":
-            reasoning, closed = self._until(CLOSE)
+            reasoning, closed = self._until([self._close])
             if closed:
                 self._part = "content"
         if self._part == "content":
@@ -223,19 +228,22 @@ class PartialAnswer:
             # Llama writes a call as bare JSON, which is then the whole answer.
             self._part = "end"
             return ""
-        content, called = self._until(_CALL)
+        content, called = self._until(MARKS)
         if called:
             self._part = "end"
         return content
 
-    def _until(self, mark: str) -> tuple[str, bool]:
-        """Takes what is before a mark, and whether the mark is there."""
-        before, found, rest = self._pending.partition(mark)
-        if not found:
-            before = _without_start_of(before, [mark])
-            rest = self._pending[len(before) :]
-        self._pending = rest
-        return before, bool(found)
+    def _until(self, marks: Sequence[str]) -> tuple[str, bool]:
+        """Takes what is before the first of marks, and whether one is there."""
+        text = self._pending
+        found = min(((text.index(mark), mark) for mark in marks if mark in text), default=None)
+        if found is None:
+            before = _without_start_of(text, marks)
+            self._pending = text[len(before) :]
+            return before, False
+        at, mark = found
+        self._pending = text[at + len(mark) :]
+        return text[:at], True
 
 
 def _without_start_of(text: str, marks: Sequence[str]) -> str:

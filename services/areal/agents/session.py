@@ -35,6 +35,7 @@ from areal.errors import (
 )
 from areal.tokenizer import Tokenizer
 from areal.types import GenerationHyperparameters, LLMRequest, LLMResponse, StopReason
+from areal.workflows.answer_text import AnswerText
 from areal.workflows.large_text import apart, size_of, strings, texts_shown
 from areal.workflows.reasoning import opens_reasoning
 from areal.workflows.rendering import ChatRenderer, Message, Reply
@@ -125,10 +126,12 @@ class Session:
         renderer = self.model.renderer
         if request.variables:
             renderer = renderer.with_variables(request.variables)
+        offered = request.tools if request.may_call and request.tools else []
+        if offered:
+            renderer.check_tools(request.messages, offered)
         start = await self._prompt(request, history, renderer, rest)
         prompt = start.ids
         limit = request.max_new_tokens
-        offered = request.tools if request.may_call and request.tools else []
         opened = opens_reasoning(prompt, self.model.tokenizer, request.begun)
         begun = bool(request.begun)
         partials = [
@@ -182,7 +185,8 @@ class Session:
         def parse(ids: Sequence[int]) -> Reply:
             return self.model.renderer.parse(ids, request.tools, opened=opened)
 
-        response, stopped_by = cut_at_stop(whole, request.stop, self.model.tokenizer)
+        texts = AnswerText(self.model.tokenizer)
+        response, stopped_by = cut_at_stop(whole, request.stop, texts)
         reply = parse(response.output_tokens)
         if offered and not request.parallel and len(reply.tool_calls) > 1:
             response = cut_where(response, lambda ids: bool(parse(ids).tool_calls))
@@ -264,10 +268,10 @@ class Session:
         first, responses = await self._sample(
             list(prompt), partials, max_new_tokens, repeats, on_delta
         )
-        answers = []
+        answers, texts = [], AnswerText(self.model.tokenizer, plain=True)
         for number, whole in enumerate(responses, first):
-            response, stopped_by = cut_at_stop(whole, stop, self.model.tokenizer)
-            text = self.model.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+            response, stopped_by = cut_at_stop(whole, stop, texts)
+            text = texts.of(response.output_tokens)
             await self.calls.record(number, response, text, ())
             shown = text.partition(stopped_by)[0] if stopped_by else text
             streamed = "", partials[number - first].content

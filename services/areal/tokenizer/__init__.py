@@ -269,6 +269,22 @@ class Tokenizer:
             tools,
         )
 
+    @property
+    def call_shown(self) -> str:
+        """How the chat template writes a call of `probe`; "" if there is no place for calls."""
+        template = self._with_tools
+        return "" if template is None else template.call_shown
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        template = self._with_tools
+        return template is not None and template.shows_tools
+
+    @property
+    def _with_tools(self) -> ChatTemplate | None:
+        return self._templates.get("tool_use") or self._templates.get("default")
+
     def _template(self, tools: Sequence[dict[str, Any]] | None) -> ChatTemplate:
         """The one that transformers would choose."""
         if not self._templates:

@@ -31,6 +31,7 @@ _FORMAT = re.compile(r"\{[^{}]*:[^{}]*(?:\d{8,}|\{)")
 _PADDING = ("center", "expandtabs", "ljust", "rjust", "zfill")
 # Unicode's noncharacter: no text has it.
 _MARK = "\ufdd0"
+_QUESTION = {"role": "user", "content": "?"}
 
 
 class ChatTemplate:
@@ -114,6 +115,29 @@ class ChatTemplate:
             raise InvalidInput(f"messages: do not fit the chat template: {error}") from None
 
     @cached_property
+    def call_shown(self) -> str:
+        """How an answer looks that calls the function `probe`; "": it has no place for calls."""
+        arguments = '{"probe": "x"}' if self._takes_text else {"probe": "x"}
+        text = self._shown(arguments, content="")
+        try:
+            prompt = self._fill(self._template, [_QUESTION], {"add_generation_prompt": True})
+        except InvalidInput:
+            prompt = ""
+        return text.removeprefix(prompt).lstrip() if "probe" in text else ""
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether it has a place for tools."""
+        schema = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
+        probe = {"name": "areal_probe", "description": "?", "parameters": schema}
+        tools = [{"type": "function", "function": probe}]
+        try:
+            text = self._fill(self._template, [_QUESTION], {"tools": tools})
+        except InvalidInput:
+            return True  # it takes tools otherwise than expected
+        return "areal_probe" in text
+
+    @cached_property
     def _takes_text(self) -> bool:
         """Whether it writes a call's arguments as they are (DeepSeek), so that they must be text.
 
@@ -135,7 +159,7 @@ class ChatTemplate:
         call = {"id": "probe0000", "type": "function", "function": function}
         answer = {"role": "assistant", "tool_calls": [call], **content}
         try:
-            return self._fill(self._template, [{"role": "user", "content": "?"}, answer], {})
+            return self._fill(self._template, [_QUESTION, answer], {})
         except InvalidInput:
             return ""
 

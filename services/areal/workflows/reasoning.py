@@ -1,6 +1,8 @@
 """Where an answer's reasoning ends and its content begins.
 
     <think> reasoning </think> content
+    [THINK] reasoning [/THINK] content                      Magistral
+    <|channel>thought reasoning <channel|> content          Gemma 4
 
 Some chat templates write the opening tag at the end of the prompt, so that an answer begins within
 its reasoning. Reasoning that never ends is all of the answer.
@@ -14,6 +16,8 @@ from typing import NamedTuple
 from areal.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
+THOUGHTS = {OPEN: CLOSE, "[THINK]": "[/THINK]", "<|channel>thought": "<channel|>"}
+"""What ends the reasoning that each opening tag begins."""
 
 
 class Parts(NamedTuple):
@@ -43,7 +47,13 @@ def opens_reasoning(prompt: Sequence[int], tokenizer: Tokenizer, begun: str = ""
 def split_reasoning(text: str, opened: bool) -> Parts:
     """Splits an answer into reasoning and content; `opened`: the prompt opened the reasoning."""
     bare = text.lstrip()
-    if not opened and not bare.startswith(OPEN):
+    begins = opening_of(bare, opened)
+    if not begins:
         return Parts("", text, False)
-    reasoning, closed, content = bare.removeprefix(OPEN).partition(CLOSE)
+    reasoning, closed, content = bare.removeprefix(begins).partition(THOUGHTS[begins])
     return Parts(reasoning, content, not closed)
+
+
+def opening_of(bare: str, opened: bool) -> str:
+    """The tag that opens the reasoning of an answer without blanks at its start; "": none does."""
+    return next((tag for tag in THOUGHTS if bare.startswith(tag)), OPEN if opened else "")

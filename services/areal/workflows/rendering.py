@@ -22,9 +22,10 @@ from typing import Any, Protocol
 
 from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
-from areal.workflows.large_text import texts_shown
+from areal.workflows.answer_text import AnswerText
+from areal.workflows.large_text import strings, texts_shown
 from areal.workflows.reasoning import opens_reasoning, split_reasoning
-from areal.workflows.tool_text import ToolCall, read_calls, without_calls
+from areal.workflows.tool_text import ToolCall, read_calls, split_calls
 
 Message = dict[str, Any]
 """{"role": "user", "content": "…"}, and other keys that the chat template reads
@@ -36,7 +37,8 @@ class Reply:
     """One sampled answer as a person or a tool reads it."""
 
     text: str
-    """The whole text without special tokens; it still contains the tool calls."""
+    """The whole text, which still contains the reasoning and the tool calls; without special
+    tokens other than those that mark them."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Tool calls that are well formed, in the text after the reasoning."""
     content: str | None = None
@@ -119,6 +121,18 @@ class ChatRenderer(Protocol):
         """
         ...
 
+    def check_tools(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
+        """Raises an error if the model could not call tools, or its calls could not be read.
+
+        Args:
+            messages: The conversation, which may tell of the tools if the chat format does not.
+            tools: In OpenAI's form.
+
+        Raises:
+            InvalidInput: The chat format has no place for tools, or for calls that `parse` reads.
+        """
+        ...
+
     def with_variables(self, variables: Mapping[str, Any]) -> ChatRenderer:
         """Returns a renderer with more variables for the chat template."""
         ...
@@ -191,12 +205,34 @@ class TemplateRenderer:
         prompt: Sequence[int] = (),
         opened: bool | None = None,
     ) -> Reply:
-        """See `ChatRenderer`; knows the tool calls of Qwen, Hermes, Llama 3 and GLM."""
-        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        """See `ChatRenderer`; `areal.workflows.tool_text.FORMS` has the forms of calls."""
+        text = AnswerText(self._tokenizer).of(ids)
         if opened is None:
             opened = opens_reasoning(prompt, self._tokenizer)
         _, content, thinking = split_reasoning(text, opened)
-        return Reply(text, read_calls(content), without_calls(content), thinking)
+        calls, rest = split_calls(content, tools, self._writes_bare_calls)
+        return Reply(text, calls, rest, thinking)
+
+    def check_tools(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
+        """See `ChatRenderer`."""
+        names = ", ".join(str(tool["function"]["name"]) for tool in tools)
+        if not self._tokenizer.shows_tools and not any(
+            tool["function"]["name"] in text
+            for text in strings([messages, self._variables])
+            for tool in tools
+        ):
+            raise InvalidInput(f"tools: the chat template has no place for them ({names})")
+        written = self._tokenizer.call_shown
+        if written and not read_calls(written) and not self._writes_bare_calls:
+            raise InvalidInput(
+                f"tools: calls in the form of the chat template are not read "
+                f"({written[:120]!r}), so {names} could not be called"
+            )
+
+    @property
+    def _writes_bare_calls(self) -> bool:
+        """Whether the template writes a call as a JSON object that is the whole answer."""
+        return self._tokenizer.call_shown.startswith('{"name": "probe"')
 
     def _refuse_longer(self, messages: Sequence[Message], begun: str) -> None:
         """Refuses messages that cannot fit before the template and the tokenizer work on them."""

@@ -113,6 +113,8 @@ class ToolWorkflow(RolloutWorkflow):
         opening = row_messages(data, self.system_prompt)
         check_chat(engine.tokenizer, opening, added=int(self.system_prompt is not None))
         renderer = TemplateRenderer(engine.tokenizer, **self.template)
+        if schemas:
+            renderer.check_tools(opening, schemas)
         return [Conversation(renderer, opening, tools=schemas) for _ in range(count)]
 
     async def _converse(

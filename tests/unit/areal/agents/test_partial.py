@@ -10,7 +10,8 @@ from tests.unit.areal.workflows.chat_families import tokenizer
 
 from areal.agents.partial import PartialAnswer, _without_start_of
 from areal.tokenizer import Tokenizer
-from areal.workflows.reasoning import split_reasoning
+from areal.workflows.reasoning import THOUGHTS, opening_of, split_reasoning
+from areal.workflows.tool_text import MARKS
 
 FAMILIES = ["qwen2.5", "qwen3", "llama-3.1", "glm-4.6"]
 PIECES = [
@@ -64,16 +65,17 @@ class Whole:
         return True
 
     def split(self, text):
-        if "<think>".startswith(text.lstrip()):
+        bare = text.lstrip()
+        if any(tag.startswith(bare) and tag != bare for tag in THOUGHTS):
             return "", ""
         reasoning, content, _ = split_reasoning(text, self.opened)
-        if "</think>" not in text:
-            reasoning = _without_start_of(reasoning, ["</think>"])
+        close = THOUGHTS.get(opening_of(bare, self.opened), "")
+        if close not in text:
+            reasoning = _without_start_of(reasoning, [close])
         if self.calls:
             bare_call = content.lstrip().startswith("{")
-            content, called, _ = content.partition("<tool_call>")
-            if not called:
-                content = _without_start_of(content, ["<tool_call>"])
+            ends = [content.index(mark) for mark in MARKS if mark in content]
+            content = content[: min(ends)] if ends else _without_start_of(content, MARKS)
             if bare_call:
                 content = ""
         return reasoning.strip(), content.strip()

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field
+from tests.unit.areal.workflows.chat_families import build
 from tests.unit.areal.workflows.scripted_engine import ScriptedEngine
 
 from areal.errors import InvalidInput
@@ -150,3 +151,23 @@ def test_workflow_when_described_then_a_worker_rebuilds_it():
     names = [schema["function"]["name"] for schema in rebuilt.calls.schemas([])]
     assert names == ["multiply", "slow"]
     assert rebuilt.gconfig.n_samples == 5
+
+
+async def test_tool_when_glm_writes_text_that_looks_like_json_then_it_gets_the_text():
+    def look_up(code: str) -> str:
+        """Looks up."""
+        return f"place {code!r}"
+
+    pair = "<arg_key>code</arg_key>\n<arg_value>12345</arg_value>"
+    asks = f"<tool_call>look_up\n{pair}\n</tool_call>"
+    engine = ScriptedEngine([[asks], ["408"]], scored, family="glm-4.6")
+    [one] = await workflow(look_up).arun_episode(engine, ROW)
+    assert "place '12345'" in engine.tokenizer.decode(one.input_ids.tolist())
+
+
+async def test_tools_when_the_template_has_no_place_for_them_then_refused():
+    engine = ScriptedEngine([], scored)
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    engine.tokenizer = build(template, ["<end>"], [], ["<end>"])
+    with pytest.raises(InvalidInput, match=r"no place for them \(multiply\)"):
+        await workflow(multiply).arun_episode(engine, ROW)
