@@ -112,6 +112,34 @@ SAMPLING_PARAMS = _fields(
     thinking_token_budget=(),
 )
 REWARD = _fields("reward parts completion_id", "")
+# Inside of requests. Clients send back what answers had, most of it null or empty.
+MESSAGE = _fields(
+    "role content name tool_calls tool_call_id reasoning_content reasoning thinking prefix partial",
+    "cache_control provider_specific_fields",
+    refusal=("",),
+    annotations=([],),
+    images=([],),
+)
+CALL = _fields("id type function", "index cache_control provider_specific_fields")
+FUNCTION = _fields("name arguments", "")
+PART = _fields("type text", "id cache_control annotations citations logprobs")
+STREAM_OPTIONS = _fields("include_usage", "include_obfuscation", continuous_usage_stats=(False,))
+ITEMS = {
+    "message": _fields("type role content", "id status phase"),
+    "function_call": _fields("type call_id name arguments", "id status caller"),
+    "function_call_output": _fields("type call_id output", "id status caller"),
+    "reasoning": _fields("type summary content", "id status encrypted_content"),
+}
+"""Of the API of responses, by type."""
+TURN = _fields("role content", "")
+BLOCKS = {
+    "text": PART,
+    "thinking": _fields("type thinking", "signature cache_control"),
+    "redacted_thinking": _fields("type", "data cache_control"),  # no one but Anthropic reads it
+    "tool_use": _fields("type id name input", "cache_control caller"),
+    "tool_result": _fields("type tool_use_id content is_error", "cache_control"),
+}
+"""Of Anthropic's messages, by type."""
 ROUTES = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,

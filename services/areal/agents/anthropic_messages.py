@@ -25,6 +25,7 @@ from anthropic.types import (
 from anthropic.types.raw_message_delta_event import Delta
 from pydantic import BaseModel
 
+from areal.agents.allowed import BLOCKS, TURN
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import arguments_of, count, objects, template_of, texts
@@ -85,6 +86,8 @@ def _begun(messages: Sequence[ChatMessage], last: int) -> str | None:
         raise InvalidInput("messages: expected a message of the user's before the assistant's")
     if messages[-1].get("tool_calls"):
         raise InvalidInput(f"messages[{last}]: a call without its result, expected a tool_result")
+    if messages[-1].get("reasoning_content"):
+        raise InvalidInput(f"messages[{last}]: expected no thinking in a turn that continues")
     content: str = messages[-1]["content"]
     return content
 
@@ -113,39 +116,48 @@ def _turn(turn: ChatMessage, where: str) -> Iterator[ChatMessage]:
     role = turn.get("role")
     if role not in ("user", "assistant", "system"):  # Claude Code: reminders between the turns
         raise InvalidInput(f"{where}.role {shown(role)}: expected 'user', 'assistant' or 'system'")
+    TURN.check(turn, f"{where}.")
     content = turn.get("content")
     if not isinstance(content, list):
         yield {"role": role, "content": text_of(content, f"{where}.content")}
         return
-    words, calls, results = [], [], []
+    words, calls, results, thoughts = [], [], [], []
     for index, block in enumerate(objects(content, f"{where}.content")):
         at = f"{where}.content[{index}]"
         kind = block.get("type")
+        if isinstance(kind, str) and kind in BLOCKS:
+            BLOCKS[kind].check(block, f"{at}.")
         if kind == "tool_use" and role == "assistant":
-            function = {
-                "name": need(block, "name", str, f"{at}."),
-                "arguments": arguments_of(block.get("input")),
-            }
-            known = need(block, "id", str, f"{at}.")
-            calls.append({"id": known, "type": "function", "function": function})
+            calls.append(_call(block, f"{at}."))
         elif kind == "tool_result" and role == "user":
-            results.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": need(block, "tool_use_id", str, f"{at}."),
-                    "content": text_of(block.get("content"), f"{at}.content"),
-                }
-            )
-        elif kind not in ("thinking", "redacted_thinking"):
+            results.append(_result(block, at))
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(need(block, "thinking", str, f"{at}."))
+        elif kind != "redacted_thinking":
             if kind != "text":
                 raise InvalidInput(f"{at}: a part of type {shown(kind)}: expected text")
             words.append(need(block, "text", str, f"{at}."))
     yield from results
     if words or calls or not results:
-        message: ChatMessage = {"role": role, "content": "".join(words)}
-        if calls:
-            message["tool_calls"] = calls
-        yield message
+        more = {"reasoning_content": "".join(thoughts), "tool_calls": calls}
+        said = {name: value for name, value in more.items() if value}
+        yield {"role": role, "content": "".join(words), **said}
+
+
+def _call(block: ChatMessage, where: str) -> ChatMessage:
+    function = {
+        "name": need(block, "name", str, where),
+        "arguments": arguments_of(block.get("input")),
+    }
+    return {"id": need(block, "id", str, where), "type": "function", "function": function}
+
+
+def _result(block: ChatMessage, where: str) -> ChatMessage:
+    result = text_of(block.get("content"), f"{where}.content")
+    if get(block, "is_error", bool, f"{where}.") and result[:5].casefold() != "error":
+        result = f"error: {result}"  # no chat template has a place for the flag
+    known = need(block, "tool_use_id", str, f"{where}.")
+    return {"role": "tool", "tool_call_id": known, "content": result}
 
 
 # ---------------------------------------------------------------- answers

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from areal.agents.allowed import PART
 from areal.agents.constraints import Required
 from areal.errors import InvalidInput
+from areal.request_fields import shown
 from areal.tokenizer.json_text import WRITER_DEPTH, canonical, dumps, loads
 from areal.types import LLMResponse, StopReason
 from areal.workflows.answer_text import AnswerText
@@ -99,6 +101,8 @@ class Answer:
     def message(self) -> Message:
         """The answer as the next request will contain it."""
         message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
         if self.calls:
             message["tool_calls"] = [
                 {
@@ -271,7 +275,9 @@ def text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidInput(f"{where}: expected a string or a list of text parts")
+        raise InvalidInput(
+            f"{where}: expected a string or a list of text parts, got {shown(content)}"
+        )
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -281,5 +287,6 @@ def text_of(content: Any, where: str) -> str:
             raise InvalidInput(
                 f"{where}[{index}]: a part of type {str(kind)[:80]!r}: expected text"
             )
+        PART.check(part, f"{where}[{index}].")
         texts.append(part["text"])
     return "".join(texts)

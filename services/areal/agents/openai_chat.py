@@ -22,6 +22,7 @@ from openai.types.chat.chat_completion_message_function_tool_call import (
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 from openai.types.completion_usage import CompletionUsage
 
+from areal.agents.allowed import CALL, FUNCTION, MESSAGE
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import arguments_of, count, objects, template_of, texts
@@ -29,10 +30,16 @@ from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.request_fields import get, need, shown
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.chat_template import REASONING
 from areal.workflows.rendering import Message
 
 MAX_N = 128
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
+_ROLE_OF = {
+    "tool_call_id": "tool",
+    **dict.fromkeys(("tool_calls", "prefix", "partial", *REASONING), "assistant"),
+}
+"""Fields of a message that only one role has."""
 Finish = Literal["stop", "length", "tool_calls"]
 
 
@@ -87,6 +94,8 @@ def _begun(messages: Sequence[Message], body: Mapping[str, Any]) -> str | None:
         return None
     if last.get("role") != "assistant" or last.get("tool_calls") or len(messages) < 2:
         raise InvalidInput(f"{where}: expected a text of the assistant after other messages")
+    if thought := next((key for key in REASONING if last.get(key)), None):
+        raise InvalidInput(f"{where}.{thought}: not supported in a message that continues")
     return text_of(last.get("content"), f"{where}.content")
 
 
@@ -113,14 +122,17 @@ def _message(message: Message, where: str) -> Message:
         "role": "system" if role == "developer" else role,
         "content": text_of(message.get("content"), f"{where}.content"),
     }
-    for key in ("function_call", "audio"):
-        if message.get(key) is not None:
-            raise InvalidInput(f"{where}.{key}: not supported; leave it out")
+    MESSAGE.check(message, f"{where}.")
+    for key, whose in _ROLE_OF.items():
+        if message.get(key) and role != whose:
+            raise InvalidInput(f"{where}.{key}: a field of the role {whose!r}, got {role!r}")
     for key in ("name", "tool_call_id"):
         if (value := get(message, key, str, f"{where}.")) is not None:
             read[key] = value
-    calls = get(message, "tool_calls", list, f"{where}.")
-    if calls and role == "assistant":
+    thoughts = [get(message, key, str, f"{where}.") for key in REASONING]
+    if thought := next(filter(None, thoughts), None):
+        read["reasoning_content"] = thought
+    if calls := get(message, "tool_calls", list, f"{where}."):
         read["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{i}].")
             for i, call in enumerate(objects(calls, f"{where}.tool_calls"))
@@ -129,7 +141,9 @@ def _message(message: Message, where: str) -> Message:
 
 
 def _call(call: Message, where: str) -> Message:
+    CALL.check(call, where)
     function = need(call, "function", dict, where)
+    FUNCTION.check(function, f"{where}function.")
     name = need(function, "name", str, f"{where}function.")
     return {
         "id": get(call, "id", str, where) or "",

@@ -2,7 +2,7 @@
 
     message, message, function_call, function_call  ──> one message of the assistant, with two calls
     function_call_output                            ──> one message of a tool
-    reasoning                                       ──> nothing: its ids are in the session already
+    reasoning                                       ──> reasoning of the assistant's next message
 
 What a response says is its conversation, kept with the session's calls; `previous_response_id`
 names it.
@@ -29,6 +29,7 @@ from openai.types.responses.response_reasoning_item import Content
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic import ValidationError
 
+from areal.agents.allowed import ITEMS
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
 from areal.agents.fields import arguments_of, count, number_of, objects, template_of
@@ -170,7 +171,8 @@ def _item(kind: str, answer: Message, place: int) -> Message | None:
     if kind == "msg":
         return {"type": "message", "role": "assistant", "content": answer["content"]}
     if kind == "rs":
-        return {"type": "reasoning"}
+        thought = answer.get("reasoning_content", "")
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": thought}]}
     if kind == "fc" and place < len(calls):
         call = calls[place]
         return {"type": "function_call", "call_id": call["id"], **call["function"]}
@@ -187,15 +189,20 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
         raise InvalidInput("input: expected at least one item")
     messages: list[Message] = []
     calling: Message | None = None  # the assistant's message that further calls belong to
+    thought = ""  # belongs to the assistant's message that follows
     for index, item in enumerate(items):
         where = f"input[{index}]"
         kind = item.get("type") or "message"
+        if isinstance(kind, str) and kind in ITEMS:
+            ITEMS[kind].check(item, f"{where}.")
         if kind == "reasoning":
+            thought += _reasoning(item, where)
             continue
         if kind == "function_call":
             if calling is None:
                 calling = {"role": "assistant", "content": ""}
                 messages.append(calling)
+            thought = _think(calling, thought)
             calling.setdefault("tool_calls", []).append(_call(item, where))
             continue
         calling = None
@@ -203,6 +210,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
             messages.append(_message(item, where))
             if messages[-1]["role"] == "assistant":
                 calling = messages[-1]
+                thought = _think(calling, thought)
         elif kind == "function_call_output":
             messages.append(
                 {
@@ -211,6 +219,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
                     "content": text_of(item.get("output"), f"{where}.output"),
                 }
             )
+            thought = ""
         else:
             raise InvalidInput(
                 f"{where}.type {shown(kind)}: expected 'message', 'function_call', "
@@ -219,6 +228,23 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     if not messages:
         raise InvalidInput("input: expected an item other than reasoning")
     return messages
+
+
+def _reasoning(item: Message, where: str) -> str:
+    """The text of a reasoning item: its content, or the summary of it."""
+    for name in ("content", "summary"):
+        parts = objects(get(item, name, list, f"{where}.") or [], f"{where}.{name}")
+        if parts:
+            at = f"{where}.{name}[{{}}]."
+            return "".join(need(p, "text", str, at.format(i)) for i, p in enumerate(parts))
+    return ""
+
+
+def _think(message: Message, thought: str) -> str:
+    """Gives reasoning to a message; returns what is left of it."""
+    if thought:
+        message["reasoning_content"] = message.get("reasoning_content", "") + thought
+    return ""
 
 
 def _message(item: Message, where: str) -> Message:
