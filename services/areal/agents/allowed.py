@@ -130,7 +130,7 @@ ITEMS = {
     "function_call_output": _fields("type call_id output", "id status caller"),
     "reasoning": _fields("type summary content", "id status encrypted_content"),
 }
-"""Of the API of responses, by type."""
+"""The items of responses, by type."""
 TURN = _fields("role content", "")
 BLOCKS = {
     "text": PART,
@@ -139,7 +139,7 @@ BLOCKS = {
     "tool_use": _fields("type id name input", "cache_control caller"),
     "tool_result": _fields("type tool_use_id content is_error", "cache_control"),
 }
-"""Of Anthropic's messages, by type."""
+"""The blocks of Anthropic's messages, by type."""
 ROUTES = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,

@@ -31,6 +31,7 @@ from areal.errors import InvalidInput
 from areal.request_fields import get, need, shown
 from areal.tokenizer import Tokenizer
 from areal.tokenizer.chat_template import REASONING
+from areal.tokenizer.token_bytes import token_bytes
 from areal.workflows.rendering import Message
 
 MAX_N = 128
@@ -173,13 +174,12 @@ def usage_of(answers: Sequence[Answer]) -> CompletionUsage:
 
 def _logprobs(answer: Answer, tokenizer: Tokenizer) -> list[ChatCompletionTokenLogprob]:
     response = answer.response
-    pairs = zip(response.output_tokens, response.output_logprobs, strict=True)
+    ids, contents = response.output_tokens, token_bytes(tokenizer, response.output_tokens)
     return [
         ChatCompletionTokenLogprob(
-            token=text, bytes=list(text.encode()), logprob=p, top_logprobs=[]
+            token=tokenizer.decode([token]), bytes=list(content), logprob=p, top_logprobs=[]
         )
-        for token, p in pairs
-        for text in [tokenizer.decode([token])]
+        for token, content, p in zip(ids, contents, response.output_logprobs, strict=True)
     ]
 
 

@@ -36,6 +36,7 @@ from areal.agents.fields import arguments_of, count, number_of, objects, templat
 from areal.errors import InvalidInput, NotFound
 from areal.request_fields import get, need, shown
 from areal.tokenizer import Tokenizer
+from areal.tokenizer.token_bytes import token_bytes
 from areal.workflows.rendering import Message
 
 KIND = "resp"
@@ -312,10 +313,15 @@ class Writer:
 
     def _logprobs(self, answer: Answer) -> list[Logprob]:
         response = answer.response
+        ids, contents = response.output_tokens, token_bytes(self._tokenizer, response.output_tokens)
         return [
-            Logprob(token=text, bytes=list(text.encode()), logprob=logprob, top_logprobs=[])
-            for token, logprob in zip(response.output_tokens, response.output_logprobs, strict=True)
-            for text in [self._tokenizer.decode([token])]
+            Logprob(
+                token=self._tokenizer.decode([token]),
+                bytes=list(content),
+                logprob=logprob,
+                top_logprobs=[],
+            )
+            for token, content, logprob in zip(ids, contents, response.output_logprobs, strict=True)
         ]
 
     def response(self, answer: Answer | None) -> Response:
