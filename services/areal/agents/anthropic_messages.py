@@ -28,7 +28,7 @@ from pydantic import BaseModel
 from areal.agents.allowed import BLOCKS, TURN
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import arguments_of, count, objects, template_of, texts
+from areal.agents.fields import arguments_of, count, distinct, objects, template_of, texts
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.request_fields import get, need, shown
@@ -60,6 +60,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     kind = choice.get("type", "auto")
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise InvalidInput(f"tool_choice.type {shown(kind)}: expected one of {', '.join(_CHOICES)}")
+    name = need(choice, "name", str, "tool_choice.") if kind == "tool" else None
     output = get(body, "output_config", dict) or {}
     asked = get(output, "format", dict, "output_config.") or get(body, "output_format", dict)
     schema = schema_of(asked, "output_config.format")
@@ -71,7 +72,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         count(body, "max_tokens"),
         stop=texts(body, "stop_sequences"),
         may_call=kind != "none",
-        required=Required(schema, forced_calls(_CHOICES[kind], choice.get("name"), tools)),
+        required=Required(schema, forced_calls(_CHOICES[kind], name, tools)),
         parallel=get(choice, "disable_parallel_tool_use", bool, "tool_choice.") is not True,
         begun=begun or "",
         variables=template_of(body),
@@ -108,6 +109,7 @@ def _tools(body: Mapping[str, Any]) -> list[ChatMessage] | None:
             "parameters": need(tool, "input_schema", dict, where),
         }
         read.append({"type": "function", "function": function})
+    distinct([tool["function"]["name"] for tool in read], "tools[{}].name")
     return read
 
 

@@ -106,14 +106,14 @@ def forced_calls(choice: Any, name: Any, tools: Sequence[Message] | None) -> tup
     """The functions of which one must be called.
 
     Args:
-        choice: "auto", "none", "required", or "function" for the one named.
+        choice: "auto" (or None), "none", "required", or "function" for the one named.
         name: That name.
         tools: The functions on offer.
 
     Raises:
         InvalidInput: Another choice, or a function that is not offered.
     """
-    if choice in ("auto", "none"):
+    if choice is None or choice in ("auto", "none"):
         return ()
     if choice not in ("required", "function"):
         raise InvalidInput(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal.agents.allowed import STREAM_OPTIONS
 from areal.errors import InvalidInput
 from areal.request_fields import get, number, shown, whole
 from areal.tokenizer.json_text import json_object
@@ -88,6 +89,25 @@ def objects(values: Sequence[Any], where: str) -> Sequence[Message]:
     return values
 
 
+def distinct(names: Sequence[str], field: str) -> None:
+    """Raises InvalidInput unless each tool has a name of its own; `field`: `tools[{}].name`."""
+    seen = set[str]()
+    for index, name in enumerate(names):
+        where = field.format(index)
+        if not name:
+            raise InvalidInput(f"{where}: expected a name, got ''")
+        if name in seen:
+            raise InvalidInput(f"{where} {shown(name)}: expected one tool of that name")
+        seen.add(name)
+
+
+def usage_wanted(body: Mapping[str, Any]) -> bool:
+    """Whether a stream ends with its usage; raises InvalidInput."""
+    options = get(body, "stream_options", dict) or {}
+    STREAM_OPTIONS.check(options, "stream_options.")
+    return get(options, "include_usage", bool, "stream_options.") is True
+
+
 def number_of(answer_id: str, session_id: str) -> int | None:
     """Returns the number in the id of a session's answer, or None if it is no such id."""
     found = _ANSWER.fullmatch(answer_id)
@@ -99,7 +119,7 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = body.get(name)
     values = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
-        raise InvalidInput(f"{name}: expected a text, or a list of texts")
+        raise InvalidInput(f"{name}: expected a text, or a list of texts, got {shown(value)}")
     if len(values) > _MAX_STOPS or max(map(len, values), default=0) > _MAX_STOP_CHARS:
         raise InvalidInput(
             f"{name}: expected at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARS} characters"

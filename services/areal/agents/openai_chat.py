@@ -25,7 +25,15 @@ from openai.types.completion_usage import CompletionUsage
 from areal.agents.allowed import CALL, FUNCTION, MESSAGE
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import arguments_of, count, objects, template_of, texts
+from areal.agents.fields import (
+    arguments_of,
+    count,
+    distinct,
+    objects,
+    template_of,
+    texts,
+    usage_wanted,
+)
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
 from areal.request_fields import get, need, shown
@@ -50,7 +58,9 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     Raises:
         InvalidInput: A field is malformed, or asks for something unsupported.
     """
-    get(body, "stream_options", dict)
+    usage_wanted(body)
+    for flag in ("logprobs", "return_token_ids"):
+        get(body, flag, bool)
     messages = need(body, "messages", list)
     if not messages:
         raise InvalidInput("messages: expected at least one")
@@ -60,10 +70,14 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     ]
     begun = _begun(messages, body)
     tools = _tools(body)
-    choice, name = body.get("tool_choice") or "auto", None
+    choice = body.get("tool_choice")
+    name: str | None = None
     if isinstance(choice, dict):
-        function = get(choice, "function", dict, "tool_choice.") or {}
-        choice, name = choice.get("type"), function.get("name")
+        kind = need(choice, "type", str, "tool_choice.")
+        if kind == "function":
+            function = need(choice, "function", dict, "tool_choice.")
+            name = need(function, "name", str, "tool_choice.function.")
+        choice = kind
     schema = schema_of(get(body, "response_format", dict), "response_format")
     return ChatRequest(
         read if begun is None else read[:-1],
@@ -109,7 +123,10 @@ def _tools(body: Mapping[str, Any]) -> list[Message] | None:
         where = f"tools[{index}]."
         if tool.get("type") != "function":
             raise InvalidInput(f"{where}type {shown(tool.get('type'))}: expected 'function'")
-        need(need(tool, "function", dict, where), "name", str, f"{where}function.")
+        function = need(tool, "function", dict, where)
+        need(function, "name", str, f"{where}function.")
+        get(function, "parameters", dict, f"{where}function.")
+    distinct([tool["function"]["name"] for tool in tools], "tools[{}].function.name")
     return list(tools)
 
 
@@ -274,7 +291,7 @@ class Events:
             reason = finish_reason(answer)
             last = ChunkChoice(index=index, delta=ChoiceDelta(), finish_reason=reason)
             yield self._chunk([last])
-        if (get(self._body, "stream_options", dict) or {}).get("include_usage"):
+        if usage_wanted(self._body):
             yield self._chunk([], usage_of(answers))
 
     def _text_delta(

@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from areal.agents.allowed import ITEMS
 from areal.agents.chat import Answer, ChatRequest, text_of
 from areal.agents.constraints import Required, forced_calls, schema_of
-from areal.agents.fields import arguments_of, count, number_of, objects, template_of
+from areal.agents.fields import arguments_of, count, distinct, number_of, objects, template_of
 from areal.errors import InvalidInput, NotFound
 from areal.request_fields import get, need, shown
 from areal.tokenizer import Tokenizer
@@ -81,10 +81,11 @@ def read_request(
     words = get(body, "text", dict) or {}
     schema = schema_of(get(words, "format", dict, "text."), "text.format")
     tools = _tools(body)
-    choice: Any = body.get("tool_choice") or "auto"
-    name = None
+    choice, name = body.get("tool_choice"), None
     if isinstance(choice, dict):
-        choice, name = choice.get("type"), choice.get("name")
+        kind = need(choice, "type", str, "tool_choice.")
+        name = need(choice, "name", str, "tool_choice.") if kind == "function" else None
+        choice = kind
     instructions = get(body, "instructions", str)
     lead: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     asked = _messages(body)
@@ -117,6 +118,7 @@ def _tools(body: Mapping[str, Any]) -> list[Message] | None:
             function["description"] = description
         function["parameters"] = get(tool, "parameters", dict, where) or {}
         read.append({"type": "function", "function": function})
+    distinct([tool["function"]["name"] for tool in read], "tools[{}].name")
     return read
 
 

@@ -11,17 +11,18 @@ from openai.types.completion_choice import CompletionChoice, Logprobs
 
 from areal.agents.allowed import SAMPLING_PARAMS
 from areal.agents.chat import Answer
-from areal.agents.fields import count, texts
+from areal.agents.fields import count, texts, usage_wanted
 from areal.agents.openai_chat import MAX_N, id_of, usage_of
 from areal.agents.partial import AnswerDelta
 from areal.errors import InvalidInput
-from areal.request_fields import get, need
+from areal.request_fields import get, need, shown, whole
 from areal.tokenizer import Tokenizer
 
 
 def read_text_request(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns arguments of `Session.complete`; raises InvalidInput."""
-    get(body, "stream_options", dict)
+    usage_wanted(body)
+    whole(body, "logprobs", 0)
     prompt = body.get("prompt")
     return {
         "prompt": tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(body, "prompt"),
@@ -46,7 +47,7 @@ def read_token_request(body: Mapping[str, Any]) -> dict[str, Any]:
 def _ids(body: Mapping[str, Any], name: str) -> list[int]:
     ids = need(body, name, list)
     if not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise InvalidInput(f"{name}: expected token ids")
+        raise InvalidInput(f"{name}: expected token ids, got {shown(ids)}")
     return ids
 
 
@@ -114,7 +115,7 @@ class TextEvents:
         usage = whole.pop("usage")
         for choice, answer in zip(whole["choices"], answers, strict=True):
             yield {**whole, "choices": [{**choice, "text": answer.unsent[1]}]}
-        if (get(self._body, "stream_options", dict) or {}).get("include_usage"):
+        if usage_wanted(self._body):
             yield {**whole, "choices": [], "usage": usage}
 
 

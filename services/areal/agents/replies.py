@@ -14,6 +14,7 @@ All HTTP servers of agents send a `Reply` with `send`, and add only their framew
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -29,13 +30,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from areal.agents.allowed import ROUTES
 from areal.agents.chat import Answer
 from areal.agents.partial import AnswerDelta, OnDelta
 from areal.agents.session import Session
-from areal.errors import ArealError, PromptTooLong, retry_headers
+from areal.errors import ArealError, InvalidInput, NotFound, PromptTooLong, retry_headers
 from areal.tokenizer.json_text import dumps
 
 _MAX_MESSAGE = 2000
+_FIELD = re.compile(r"(?P<field>(?P<root>[A-Za-z_]\w*)(?:\.\w+|\[\d+\])*)(?=:| [^\n]*:)")
 Event = dict[str, Any]
 
 
@@ -189,10 +192,23 @@ def failure(error: Exception, *, typed: bool, anthropic: bool) -> tuple[int, Eve
     elif isinstance(error, ArealError):
         # Templates and servers write what they like into theirs.
         message = str(error)[:_MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()
+        param = _field_of(message) if isinstance(error, (InvalidInput, NotFound)) else None
     error_body: Event = {"message": message, "type": kind}
     if not anthropic:
         error_body |= {"param": param, "code": code}
     return status, {"type": "error", "error": error_body} if typed else {"error": error_body}
+
+
+def _field_of(message: str) -> str | None:
+    """The field of a request that an error begins with, such as `tools[0].function.name`."""
+    found = _FIELD.match(message)
+    if found is None:
+        return None
+    known = any(
+        found["root"] in fields.honored | fields.ignored | fields.only.keys()
+        for fields in ROUTES.values()
+    )
+    return found["field"] if known or "not supported; leave it out" in message else None
 
 
 def refused(error: Exception, path: str, status: int | None = None) -> Reply:
