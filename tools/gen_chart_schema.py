@@ -165,7 +165,12 @@ KINDS = {
     list: ("list", "a list"),
     dict: ("mapping", "a mapping"),
 }
-BOUNDS = {"ge": "{:.15g} or more", "gt": "above {:.15g}", "le": "at most {:.15g}", "lt": "below {:.15g}"}
+BOUNDS = {
+    "ge": "{:.15g} or more",
+    "gt": "above {:.15g}",
+    "le": "at most {:.15g}",
+    "lt": "below {:.15g}",
+}
 
 
 def rule(hint: Any) -> Json:
