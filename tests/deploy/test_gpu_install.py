@@ -148,7 +148,8 @@ def test_setup_when_torch_is_chosen_then_make_installs_its_lock(tmp_path: Path) 
 
 def test_sglang_gpu_when_made_then_its_stamp_comes_only_after_the_installation() -> None:
     """Where a line fails make stops: half an environment has no stamp."""
-    make = ["make", "--dry-run", "--always-make", "sglang-gpu"]
+    # It says which directory it enters where make started these tests.
+    make = ["make", "--dry-run", "--always-make", "--no-print-directory", "sglang-gpu"]
     done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
     *before, last = done.stdout.splitlines()
     assert last == "touch .venv-sglang-gpu/.set-up"
