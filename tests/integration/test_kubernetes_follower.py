@@ -32,6 +32,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     objects = [labelled("Service", name) for name in COMPONENTS]
     objects.append({"apiVersion": "batch/v1", **labelled("Job", "trainer")})
     (tmp_path / "manifest").write_text("\n---\n".join(map(json.dumps, objects)))
+    (tmp_path / "charts/areal").mkdir(parents=True)
     programs = tmp_path / "bin"
     programs.mkdir()
     bodies = {
