@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
+import yaml
 from annotated_types import Ge, Lt
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -226,12 +227,37 @@ def _merge(base: DictConfig, extra: DictConfig, schema: type, source: str) -> Di
         raise _explain(error, schema, source) from None
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def _as_text(source: str) -> Any:
+    """Returns YAML with every value as its text."""
+    return yaml.load(source, yaml.BaseLoader)  # noqa: S506 - it makes text, lists and mappings only
+
+
+def _keep_text(part: DictConfig, written: Any, schema: type) -> None:
+    """Puts back what was written for text that YAML reads as a number: 007 is a name.
+
+    Args:
+        part: What YAML and OmegaConf made of it.
+        written: The same with every value as its text.
+        schema: Its keys.
+    """
+    for key, kind in _types_of_keys(schema).items():
+        if str not in (kind, *get_args(kind)):
+            continue
+        value, text = OmegaConf.select(part, key, throw_on_resolution_failure=False), written
+        for name in key.split("."):
+            text = text.get(name) if isinstance(text, dict) else None
+        if isinstance(value, bool | int | float) and isinstance(text, str):
+            OmegaConf.update(part, key, text)
+
+
+def _read_yaml(path: Path, schema: type) -> DictConfig:
     if not path.is_file():
         found = "is not a file" if path.exists() else "does not exist"
         raise ConfigError(f"config file {str(path)!r} {found}")
     try:
         loaded = OmegaConf.load(path)
+        if isinstance(loaded, DictConfig):
+            _keep_text(loaded, _as_text(path.read_text("utf-8-sig")), schema)
     except Exception as error:  # yaml and OmegaConf raise unrelated classes
         line = " ".join(str(error).split())
         raise ConfigError(f"config file {str(path)!r}: not YAML: {line}") from None
@@ -248,7 +274,7 @@ def build_config(
     Raises:
         ConfigError: One line naming the key, the value and what was expected.
     """
-    parts = [] if file is None else [(_read_yaml(file), str(file))]
+    parts = [] if file is None else [(_read_yaml(file, schema), str(file))]
     return _resolve(schema, parts + [_read_override(each, schema) for each in overrides or []])
 
 
@@ -259,11 +285,10 @@ def _read_override(override: str, schema: type) -> tuple[DictConfig, str]:
     source = f"override {override!r}"
     try:
         part = OmegaConf.from_dotlist([override])
-        kind = _types_of_keys(schema).get(key)
-        if str in (kind, *get_args(kind)):
-            value = OmegaConf.select(part, key, throw_on_resolution_failure=False)
-            if isinstance(value, bool | int | float):  # 007 is a name
-                OmegaConf.update(part, key, text.strip())
+        written = _as_text(text)
+        for name in reversed(key.split(".")):
+            written = {name: written}
+        _keep_text(part, written, schema)
     except Exception as error:  # the dotlist parser raises many classes
         first = str(error).splitlines()[0]
         raise ConfigError(f"{source}: expected YAML after '=': {first}") from None
@@ -314,7 +339,7 @@ def validate(config: BaseExperimentConfig) -> None:
         if not _NAME.fullmatch(getattr(config, key)):
             raise ConfigError(
                 f"{key} {getattr(config, key)!r}: expected at most 63 lower-case letters, digits "
-                "and dashes, none of these at an end"
+                "and dashes, no dash at an end"
             )
     allocation = parse_allocation(config.allocation_mode)
     layout = allocation.layout
@@ -479,7 +504,7 @@ def load_expr_config(argv: list[str], schema: type[ConfigT]) -> tuple[ConfigT, s
 
 def load_service_config(file: Path, overrides: list[str] | None = None) -> GRPOConfig:
     """Load the experiment file for a service, which ignores the recipe's own top-level keys."""
-    loaded = _read_yaml(file)
+    loaded = _read_yaml(file, GRPOConfig)
     known = {item.name for item in fields(GRPOConfig)}
     for key in [k for k in loaded if k not in known]:
         del loaded[key]

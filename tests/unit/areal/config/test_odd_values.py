@@ -69,9 +69,16 @@ def test_file_when_a_key_refers_to_another_then_it_has_its_value(tmp_path: Path)
 @pytest.mark.parametrize(
     "text", ["0777", "1:30", "1-000", "12e45", "1e5", "010", "007", "0x10", "1", "yes", "no", "on"]
 )
-def test_name_when_yaml_would_read_a_number_then_the_text_is_kept(text: str) -> None:
-    config = build_config(GRPOConfig, None, [f"model.path={text}"])
-    assert config.model.path == text
+def test_name_when_yaml_would_read_a_number_then_the_text_is_kept(
+    tmp_path: Path, text: str
+) -> None:
+    for override in (f"model.path={text}", f"model={{path: {text}}}"):
+        assert build_config(GRPOConfig, None, [override]).model.path == text
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"base: &base\n  path: {text}\nmodel:\n  path: {text}  # a name\n")
+    assert load_service_config(file).model.path == text
+    file.write_text(f"\ufeffmodel: {{path: {text}}}\r\n")
+    assert build_config(GRPOConfig, file).model.path == text
     if ":" not in text:
         assert build_config(GRPOConfig, None, [f"trial_name={text}"]).trial_name == text
 
