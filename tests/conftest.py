@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -31,7 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--share-seconds", type=float, default=600.0, help="of one share (600)")
 
 
+def _spare_own_group(event: str, arguments: tuple[Any, ...]) -> None:
+    """A process that is not up yet has pid 0, which to the kernel is the group of the whole run."""
+    if event in ("os.kill", "os.killpg") and arguments[0] == 0:
+        raise ProcessLookupError(f"{event}(0): the process to be signalled was not up yet")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    sys.addaudithook(_spare_own_group)
     # How fast inputs are made and tried depends on the machine: no test measures speed.
     settings.register_profile("areal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("areal")

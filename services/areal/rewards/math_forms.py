@@ -43,6 +43,8 @@ _NO_LABEL = (
     r"(?:([A-Za-z]) ?\([^()]*\1"
     r"|\\?(?:sqrt|ln|log|lg|exp|abs)(?![A-Za-z])|(?:sin|cos|tan|cot|sec|csc) ?\()"
 )
+_TERM = r"[A-Za-z]'*(?:_(?:\w|\{[^{}=]{1,20}\}))?"
+_ANGLE = rf"(?:\d? ?{GREEK}|\\angle ?[A-Z]{{1,3}}|[A-Z]{{1,3}})"
 _LABEL = re.compile(
     # A letter, P(X = 2), f^{-1}(x), a_{n+1}, E[X], Var(X).
     rf"(?!{_NO_LABEL})"
@@ -52,7 +54,10 @@ _LABEL = re.compile(
     r"|\([a-z](?:, ?[a-z]){1,3}\)|[A-Z]{2,4}"
     r"|m?\\(?:angle|overline|bar|hat|vec|triangle|widehat|\|)[^0-9=]*"
     rf"|\| ?{_SIZED} ?\||\\[lv]vert ?{_SIZED} ?\\[rv]vert"
-    r"|[A-Za-z]'*(?: ?[-+*]? ?[A-Za-z]){1,5}"
+    rf"|{_TERM}(?: ?[-+*/]? ?{_TERM}){{1,5}}|\\frac\{{ ?{_TERM} ?\}}\{{ ?{_TERM} ?\}}"
+    # cos A, tan 2θ; sin x and log x are sides of equations.
+    rf"|\\(?:sin|cos|tan|cot|sec|csc) ?(?:{_ANGLE}|\( ?{_ANGLE} ?\))"
+    r"|\\frac\{ ?d(?:\^2)? ?[A-Za-z]? ?\}\{ ?d ?[A-Za-z](?:\^2)? ?\}"
     rf"|{GREEK}(?: ?[-+]? ?{GREEK}){{1,5}}"
     r"|§?[A-Za-z][A-Za-z' §]*"
 )

@@ -7,6 +7,7 @@ decimals where both are, else as expressions; words only as words.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from fractions import Fraction
 
@@ -16,6 +17,7 @@ from areal.rewards.math_tree import Node, TooCostly, Unreadable, parse, variable
 from areal.rewards.math_units import Amount, compatible, shifted
 from areal.rewards.math_verifier import verified
 
+_BOUNDED = re.compile(r"\\(?:sin|cos)")
 _MAX_UNORDERED = 8
 _MAX_PLACES = 4000
 # A decimal with that many digits may be the rounding of a root or a fraction.
@@ -188,14 +190,25 @@ def _same_relation(gold: Form, found: Form) -> bool:
         return value is not None and same(value, found)
     if set(gold.signs + found.signs) == {"="}:
         left, right = _defined(gold), _defined(found)
-        names = squeezed(gold.items[0].text), squeezed(found.items[0].text)
-        if left is not None and right is not None:
-            alike = names[0] == names[1] or "(" in names[0] + names[1]
-            alike = alike or any(len(name) > 1 for name in names)
-            if alike and same(left, right):
-                return True
+        names = gold.items[0].text, found.items[0].text
+        if left is not None and right is not None and _alike(*names) and same(left, right):
+            return True
         return len(gold.signs) == len(found.signs) == 1 and _same_residual(gold, found, False)
     return _same_inequality(gold, found)
+
+
+def _alike(first: str, second: str) -> bool:
+    """Whether two names may be of one thing: area and A, f(x) and y, but not a + b and a - b."""
+    if squeezed(first) == squeezed(second) or "(" in first + second:
+        return True
+    if min(len(first), len(second)) > 1:
+        try:
+            nodes = parse(first), parse(second)
+        except Unreadable:
+            return True
+        several = all(len(variables(node)) > 1 or first[0] == "\\" for node in nodes)
+        return not several or expressions.equal(*nodes)
+    return len(first) != len(second)
 
 
 def _defined(form: Form) -> Form | None:
@@ -207,6 +220,8 @@ def _defined(form: Form) -> Form | None:
         return value  # V = \pi r^2 h = 3\pi
     if is_name(value.text) and len(names) == 1 and not is_name(names[0].text):
         names, value = [value], names[0]
+    if value.value is not None and abs(value.value) > 1 and _BOUNDED.match(names[0].text):
+        return None  # no sine is 3
     if all(is_name(each.text) or _is_calculation(each) for each in names):
         return value
     return None

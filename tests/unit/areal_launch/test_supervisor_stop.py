@@ -75,6 +75,7 @@ async def test_death_when_grandchild_has_its_own_session_then_swept(
     process.start()
     await until(lambda: flag.exists() and flag.read_text(), "the grandchild", 60.0)
     orphan = psutil.Process(int(flag.read_text()))
+    await until(lambda: process.pid, "what its keeper says", 60.0)
     os.kill(process.pid, signal.SIGKILL)
     await until(lambda: not orphan.is_running(), "the end of the orphan", 60.0)
     await process.stop(0.0)

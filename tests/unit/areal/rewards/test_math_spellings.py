@@ -21,6 +21,8 @@ def scores(gold: str, text: str) -> bool:
         *("f^{-1}(x)", "P(X=2)", "P(X \\le 2)", "\\mathbb{P}(A)", "\\mathbb{E}[X]", "E[X]"),
         *("\\text{Var}(X)", "\\operatorname{rank}(A)", "\\frac{AB}{BC}", "AB/BC", "AB:BC"),
         *("a_{n+1}", "S_{\\triangle ABC}", "[ABC]", "V=\\pi r^2h", "x", "f(2)", "|AB|"),
+        *("\\tan\\theta", "\\tan 2\\alpha", "\\tan(\\angle BAC)", "\\cot A", "x_1+x_2", "x_1x_2"),
+        *("\\frac{a}{b}", "y/x", "\\frac{dy}{dx}", "\\frac{d^2y}{dx^2}", "\\dfrac{dV}{dt}"),
     ],
 )
 def test_math_when_a_value_has_a_label_then_the_value_counts(label):
@@ -35,10 +37,23 @@ def test_math_when_a_value_has_a_label_then_the_value_counts(label):
     [
         *("2x", "x^2", "x+1", "x^{-1}", "|x|", "\\sqrt{x}", "x(x+1)", "n(n+1)", "n!", "\\ln(x)"),
         *("abs(x)", "\\sqrt(x)", "\\log_2(x)", "sin(x)", "\\sin\\alpha", "2V=\\pi r^2"),
+        *("\\tan x", "\\frac{x}{2}", "x^2+x", "\\cos A"),
     ],
 )
 def test_math_when_an_equation_is_not_solved_then_wrong(side):
     assert not scores("3", f"{side}=3")
+
+
+@pytest.mark.parametrize(
+    ("gold", "other"),
+    [
+        *(("\\sin\\theta", "\\cos\\theta"), ("\\sin A", "\\cos A"), ("\\sin A", "\\sin B")),
+        *(("a+b", "a-b"), ("AB", "CD"), ("x_1+x_2", "x_1x_2"), ("\\frac ab", "\\frac ba")),
+    ],
+)
+def test_math_when_the_value_is_of_another_name_then_wrong(gold, other):
+    assert not scores(f"{gold}=\\frac{{1}}{{2}}", f"{other}=\\frac{{1}}{{2}}")
+    assert scores(f"{gold}=\\frac{{1}}{{2}}", f"{gold}=0.5")
 
 
 @pytest.mark.parametrize(
