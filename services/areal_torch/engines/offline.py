@@ -16,7 +16,8 @@ from areal.config.training import TrainEngineConfig
 from areal.datasets.chats import Pair, Unit, check_units
 from areal.datasets.loader import StatefulLoader
 from areal.errors import InvalidInput
-from areal.runs.metric_names import named
+from areal.runs.evaluation_arguments import TAKEN
+from areal.runs.metric_names import named, refuse_taken
 from areal_torch.training.session import current_session
 
 if TYPE_CHECKING:
@@ -150,12 +151,18 @@ class OfflineTrainer:
                 the chunks' means would give rows of the last chunk more weight.
 
         Raises:
-            InvalidInput: `value` is not a number.
+            InvalidInput: `value` is not a number, or the run has a figure or metric of this name.
         """
         if not isinstance(value, int | float):
             raise InvalidInput(
                 f"record({name!r}): expected a number, got {type(value).__name__}; evaluate_lm "
                 "and the like take model.chunks(...) and return one"
+            )
+        refuse_taken(name, "record")
+        if name in TAKEN:
+            raise InvalidInput(
+                f"record: {name!r} is a figure of every run's summary: expected another name, such "
+                f"as 'heldout_{name}'"
             )
         self.session.record(name, round(value, 4))
 

@@ -107,3 +107,16 @@ def test_evaluation_when_there_are_no_rows_then_refused_and_not_0(model: Path) -
 def test_record_when_given_several_values_then_refused() -> None:
     with pytest.raises(InvalidInput, match=r"record\('loss'\): expected a number, got list"):
         OfflineTrainer.record(None, "loss", [1.0, 2.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("status", "'status' is a figure of every run's summary: expected another name"),
+        ("train/loss", "'train/loss' is a metric of every step"),
+        ("", "name '': expected a name"),
+    ],
+)
+def test_record_when_a_run_has_a_figure_of_the_name_then_refused(name: str, expected: str) -> None:
+    with pytest.raises(InvalidInput, match=expected):
+        OfflineTrainer.record(None, name, 1.0)  # type: ignore[arg-type]
