@@ -77,28 +77,28 @@ def test_serve_when_asked_by_sdks_then_every_server_answers(
     question = [{"role": "user", "content": "7+8="}]
     said = []
     for url in serving.urls:
-        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
-        (model,) = client.models.list().data
-        answer = client.chat.completions.create(
-            model=model.id, messages=question, max_tokens=8, temperature=0.0
-        )
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens <= 8
-        assert answer.choices[0].finish_reason in ("length", "stop")
-        streamed = client.chat.completions.create(
-            model=model.id, messages=question, max_tokens=8, temperature=0.0, stream=True
-        )
-        text = "".join(e.choices[0].delta.content or "" for e in streamed if e.choices)
-        assert text == (answer.choices[0].message.content or "")
-        said.append(text)
-        several = client.chat.completions.create(
-            model=model.id, messages=question, max_tokens=8, n=3
-        )
-        assert len(several.choices) == 3
-        message = anthropic.Anthropic(
-            base_url=url.removesuffix("/v1"), auth_token=key, max_retries=0
-        ).messages.create(model=model.id, messages=question, max_tokens=8)
-        assert message.usage.output_tokens <= 8
+        with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            (model,) = client.models.list().data
+            answer = client.chat.completions.create(
+                model=model.id, messages=question, max_tokens=8, temperature=0.0
+            )
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens <= 8
+            assert answer.choices[0].finish_reason in ("length", "stop")
+            streamed = client.chat.completions.create(
+                model=model.id, messages=question, max_tokens=8, temperature=0.0, stream=True
+            )
+            text = "".join(e.choices[0].delta.content or "" for e in streamed if e.choices)
+            assert text == (answer.choices[0].message.content or "")
+            said.append(text)
+            several = client.chat.completions.create(
+                model=model.id, messages=question, max_tokens=8, n=3
+            )
+            assert len(several.choices) == 3
+        root = url.removesuffix("/v1")
+        with anthropic.Anthropic(base_url=root, auth_token=key, max_retries=0) as other:
+            message = other.messages.create(model=model.id, messages=question, max_tokens=8)
+            assert message.usage.output_tokens <= 8
     assert said[0] == said[1], "greedy answers of one model are the same"
 
 
@@ -108,16 +108,18 @@ def test_serve_when_the_key_or_the_body_is_wrong_then_the_api_says_so(
     def client(key: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=serving.urls[0], api_key=key, max_retries=0)
 
-    with pytest.raises(openai.AuthenticationError):
-        client("wrong").models.list()
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client(key_of(serving, tmp_path)).chat.completions.create(
+    with client("wrong") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    known = client(key_of(serving, tmp_path))
+    with known, pytest.raises(openai.BadRequestError, match="temperature"):
+        known.chat.completions.create(
             model="any",
             messages=[{"role": "user", "content": "1"}],
             temperature="hot",  # type: ignore[call-overload]
         )
-    with pytest.raises(openai.BadRequestError, match=r"maximum|longer"):
-        client(key_of(serving, tmp_path)).chat.completions.create(
+    known = client(key_of(serving, tmp_path))
+    with known, pytest.raises(openai.BadRequestError, match=r"maximum|longer"):
+        known.chat.completions.create(
             model="any", messages=[{"role": "user", "content": "1" * 400}]
         )
 

@@ -15,9 +15,10 @@ from typing import Literal
 
 from areal.tokenizer import Tokenizer
 from areal.workflows.answer_text import AnswerText
-from areal.workflows.reasoning import THOUGHTS, opening_of
+from areal.workflows.reasoning import HEADERS, MESSAGE_END, OPEN, THOUGHTS, opening_of
 from areal.workflows.tool_text import MARKS
 
+_TAGS = (*THOUGHTS, *HEADERS)
 _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WAIT = 64
 """Ids without a complete character at their end, after which no character is waited for."""
@@ -163,7 +164,7 @@ class PartialAnswer:
         self._part: Literal["start", "reasoning", "content", "end"] = (
             "content" if plain else "start"
         )
-        self._close = ""  # ends the reasoning
+        self._close, self._thoughts = "", 0  # what ends the reasoning, and how often it has ended
         self._reasoning = _Shown(strip=True)
         self._content = _Shown(strip=not plain, lead=begun and not opened)
 
@@ -201,24 +202,37 @@ class PartialAnswer:
     def _split(self, text: str) -> tuple[str, str]:
         """Returns how much of reasoning and content can be streamed, given the text so far."""
         self._pending += text
-        reasoning = content = ""
-        if self._part == "start":
-            bare = self._pending.lstrip()
-            if any(tag.startswith(bare) and tag != bare for tag in THOUGHTS):
-                self._pending = bare
-                return "", ""
-            if begins := opening_of(bare, self._opened):
-                self._part, self._pending = "reasoning", bare.removeprefix(begins)
-                self._close = THOUGHTS[begins]
-            else:
-                self._part = "content"
-        if self._part == "reasoning":
-            reasoning, closed = self._until([self._close])
-            if closed:
-                self._part = "content"
+        reasoning, content = list[str](), ""
+        while self._part in ("start", "reasoning"):
+            if self._part == "start" and not self._begins():
+                break
+            if self._part == "reasoning":
+                thought, closed = self._until([self._close])
+                reasoning.append(thought)
+                if not closed:
+                    break
+                again = self._close == MESSAGE_END
+                self._part, self._opened = "start" if again else "content", False
+                self._thoughts += 1
         if self._part == "content":
             content = self._of_content()
-        return self._reasoning.add(reasoning), self._content.add(content)
+        return self._reasoning.add("".join(reasoning)), self._content.add(content)
+
+    def _begins(self) -> bool:
+        """Whether the pending text tells what begins there; then it is without its tag."""
+        bare = self._pending if self._thoughts else self._pending.lstrip()
+        if any(tag.startswith(bare) and tag != bare for tag in _TAGS):
+            self._pending = bare
+            return False
+        tag = opening_of(bare, self._opened)
+        if tag is None:
+            self._part = "content"
+            header = next((each for each in HEADERS if bare.startswith(each)), "")
+            self._pending = bare.removeprefix(header) if header else self._pending
+        else:
+            self._part, self._close = "reasoning", THOUGHTS[tag or OPEN]
+            self._pending = "\n" * bool(self._thoughts) + bare.removeprefix(tag)
+        return True
 
     def _of_content(self) -> str:
         if not self._calls:

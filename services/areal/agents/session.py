@@ -337,7 +337,7 @@ class Session:
             number = await self.calls.find(history.turns[old - 1], request.extends)
             if number is not None:
                 whole = await self.calls.whole(number)
-                new = messages[old:]
+                new = named_results(messages[old:], messages[old - 1])
                 whole += await apart(
                     rest + size_of(new), renderer.bridge, whole, new, request.tools, request.begun
                 )
@@ -352,6 +352,21 @@ class Session:
             begun=request.begun,
         )
         return _Start(rendered)
+
+
+def named_results(messages: Sequence[Message], answer: Message) -> list[Message]:
+    """The messages after an answer, with the names of the functions whose results they are.
+
+    Most APIs leave them out; templates take them from the answer's calls, which a bridge has not.
+    """
+    calls = answer.get("tool_calls") or []
+    names = {call["id"]: call["function"]["name"] for call in calls if call.get("id")}
+    return [
+        {"name": names[message["tool_call_id"]], **message}
+        if message["role"] == "tool" and message.get("tool_call_id") in names
+        else message
+        for message in messages
+    ]
 
 
 def _size_of_rest(request: ChatRequest) -> int:

@@ -19,6 +19,9 @@ _JOINS = re.compile(rf",|;|\b(?:and|or|{_HEDGED})\b", re.IGNORECASE)
 _SPACE = re.compile(r"^(?:\\quad|\\text\{|\\[(\[ ,;]|[\s}${(])*")
 _NEAR = 60
 _SPECIAL = re.compile(r"<\|[^|<>\s]{1,40}\|>|</s>|<eos>|<end_of_turn>")
+# Of Qwen and most others, Magistral, Gemma 4, gpt-oss.
+_BEGINS = ("<think>", "[THINK]", "<|channel>thought", "<|channel|>analysis<|message|>")
+_ENDS = ("</think>", "[/THINK]", "<channel|>", "<|channel|>final<|message|>")
 _TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 
 
@@ -59,9 +62,9 @@ def final_part(text: str) -> str:
 
 
 def after_thought(text: str) -> str:
-    """Returns the part after the last ``</think>``; "" if the reasoning never ends."""
-    _, mark, rest = text.rpartition("</think>")
-    return rest if mark or "<think>" not in text else ""
+    """Returns the part after the reasoning; "" if that never ends."""
+    end = max((at + len(mark) for mark in _ENDS if (at := text.rfind(mark)) >= 0), default=0)
+    return text[end:] if end or not any(mark in text for mark in _BEGINS) else ""
 
 
 def last_tagged(text: str) -> str | None:

@@ -14,7 +14,7 @@ TAKEN = frozenset(
     "loss_last memory_mb not_current recipe_failures restarts reward_first reward_last samples "
     "staleness status steps tokens_generated wall_s weight_updates".split()
 )
-"""Names that no evaluation or recorded result may have: a run's summary has figures of its own under them."""
+"""Names that no evaluation or recorded result may have: a summary has other figures under them."""
 # It begins a file's name and the ids of tasks.
 _NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9._:-]{0,99}")
 

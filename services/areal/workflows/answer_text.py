@@ -24,6 +24,8 @@ MARKS = (
     "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call_start|>",
     "<function_calls>", "</function_calls>",
 )  # fmt: skip
+CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
+"""gpt-oss's; in a family without the first, the others are something else."""
 
 
 class AnswerText:
@@ -32,7 +34,10 @@ class AnswerText:
     def __init__(self, tokenizer: Tokenizer, *, plain: bool = False) -> None:
         """Looks up the marks; `plain`: of an answer without thoughts and calls, which has none."""
         self._tokenizer = tokenizer
-        self._marks = set() if plain else set(map(tokenizer.backend.token_to_id, MARKS))
+        id_of = tokenizer.backend.token_to_id
+        marks = () if plain else MARKS if id_of(CHANNELS[0]) is None else (*MARKS, *CHANNELS)
+        self._marks = {known for mark in marks if (known := id_of(mark)) is not None}
+        self._skips = not any(map(tokenizer.is_special, self._marks))
 
     def has(self, token_id: int) -> bool:
         """Whether a token is part of the text."""
@@ -40,4 +45,6 @@ class AnswerText:
 
     def of(self, ids: Sequence[int]) -> str:
         """Returns the text of ids."""
+        if self._skips:
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
         return self._tokenizer.decode([each for each in ids if self.has(each)])

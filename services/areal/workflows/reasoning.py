@@ -3,6 +3,8 @@
     <think> reasoning </think> content
     [THINK] reasoning [/THINK] content                      Magistral
     <|channel>thought reasoning <channel|> content          Gemma 4
+    <|channel|>analysis<|message|> reasoning <|end|>
+    <|start|>assistant<|channel|>final<|message|> content   gpt-oss, perhaps with several thoughts
 
 Some chat templates write the opening tag at the end of the prompt, so that an answer begins within
 its reasoning. Reasoning that never ends is all of the answer.
@@ -16,8 +18,24 @@ from typing import NamedTuple
 from areal.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
-THOUGHTS = {OPEN: CLOSE, "[THINK]": "[/THINK]", "<|channel>thought": "<channel|>"}
+_HEADER = "<|start|>assistant"
+_ANALYSIS = "<|channel|>analysis<|message|>"
+MESSAGE_END = "<|end|>"
+"""Ends a thought of gpt-oss, after which there may be another one."""
+THOUGHTS = {
+    OPEN: CLOSE,
+    "[THINK]": "[/THINK]",
+    "<|channel>thought": "<channel|>",
+    _ANALYSIS: MESSAGE_END,
+    _HEADER + _ANALYSIS: MESSAGE_END,
+}
 """What ends the reasoning that each opening tag begins."""
+HEADERS = tuple(
+    f"{header}<|channel|>{channel}<|message|>"
+    for header in ("", _HEADER)
+    for channel in ("final", "commentary")
+)
+"""What is before content that a person reads, in families that write it."""
 
 
 class Parts(NamedTuple):
@@ -46,14 +64,22 @@ def opens_reasoning(prompt: Sequence[int], tokenizer: Tokenizer, begun: str = ""
 
 def split_reasoning(text: str, opened: bool) -> Parts:
     """Splits an answer into reasoning and content; `opened`: the prompt opened the reasoning."""
-    bare = text.lstrip()
-    begins = opening_of(bare, opened)
-    if not begins:
-        return Parts("", text, False)
-    reasoning, closed, content = bare.removeprefix(begins).partition(THOUGHTS[begins])
-    return Parts(reasoning, content, not closed)
+    thoughts, at = list[str](), len(text) - len(text.lstrip())
+    while (tag := opening_of(text, opened and not thoughts, at)) is not None:
+        begin = at + len(tag)
+        close = THOUGHTS[tag or OPEN]
+        end = text.find(close, begin)
+        if end < 0:
+            return Parts("\n".join([*thoughts, text[begin:]]), "", True)
+        thoughts.append(text[begin:end])
+        at = end + len(close)
+        if close != MESSAGE_END:
+            break
+    header = next((each for each in HEADERS if text.startswith(each, at)), "")
+    content = text[at + len(header) :] if thoughts or header else text
+    return Parts("\n".join(thoughts), content, False)
 
 
-def opening_of(bare: str, opened: bool) -> str:
-    """The tag that opens the reasoning of an answer without blanks at its start; "": none does."""
-    return next((tag for tag in THOUGHTS if bare.startswith(tag)), OPEN if opened else "")
+def opening_of(text: str, opened: bool, at: int = 0) -> str | None:
+    """The tag with which reasoning begins there; "": the prompt has it; None: none begins."""
+    return next((tag for tag in THOUGHTS if text.startswith(tag, at)), "" if opened else None)

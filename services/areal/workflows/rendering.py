@@ -258,11 +258,16 @@ class TemplateRenderer:
                 calling = {**answer, "tool_calls": calls}
                 before = self._tail([question, calling], marker, tools)
                 after = self._following([question, calling], messages, marker, tools, begun)
-                if after.startswith(before) and before.endswith(close):
+                if after.startswith(before) and (before.endswith(close) or self._ends(before)):
                     return close, close + after.removeprefix(before)
             except InvalidInput:
                 pass  # it has no place for an answer's text beside a call, or for several calls
         return close, self._following([question, answer], messages, marker, tools, begun)
+
+    def _ends(self, text: str) -> bool:
+        """Whether a text ends with a token that ends an answer: calls may have one of their own."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return bool(ids) and ids[-1] in self._tokenizer.eos_token_ids
 
     def _following(
         self,

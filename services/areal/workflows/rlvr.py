@@ -9,6 +9,7 @@ from areal.images import image_files, row_images
 from areal.rewards import BUILTIN, builtin_reward
 from areal.tokenizer.chat_contents import check_chat
 from areal.types import GenerationHyperparameters, LLMRequest, Trajectory
+from areal.workflows.answer_text import AnswerText
 from areal.workflows.base import InferenceEngine, RewardFn, RolloutWorkflow, make_trajectory
 from areal.workflows.large_text import apart, size_of
 
@@ -95,9 +96,8 @@ class RLVRWorkflow(RolloutWorkflow):
         input_ids = await apart(size, self.prompt_ids, engine, data)
         request = LLMRequest(input_ids, self.gconfig, images=image_files(data))
         responses = await engine.agenerate_group(request)
-        texts = engine.tokenizer.decode_batch(
-            [r.output_tokens for r in responses], skip_special_tokens=True
-        )
+        as_text = AnswerText(engine.tokenizer)
+        texts = [as_text.of(response.output_tokens) for response in responses]
         rewards = await engine.score(
             self.reward_fn,
             completions=texts,

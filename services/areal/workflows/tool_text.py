@@ -80,6 +80,8 @@ _MINIMAX = Pairs(
     re.compile(r"</parameter>(?=\s*+(?:<parameter name=|</invoke>))"),
     trim=True,
 )
+_MESSAGE = r"(?:<\|end\|>)?+(?:<\|start\|>assistant)?+"
+_KIND = r"(?: ?(?:<\|constrain\|>)?+\w*+)<\|message\|>\s*+"
 FORMS = (
     _form("Qwen, Hermes, Granite 4", r"<tool_call>\s*+", r"(?={)", JSON, r"\s*+</tool_call>"),
     _form("GLM", r"<tool_call>\s*+", _NAME, _GLM, r"\s*+</tool_call>"),
@@ -168,11 +170,27 @@ FORMS = (
         r"\)",
         closes=r"\s*+</function_calls>",
     ),
+    _form(
+        "gpt-oss",
+        rf"{_MESSAGE}(?=<\|channel\|>)",
+        rf"<\|channel\|>\w++ to=functions\.{_NAME}{_KIND}",
+        JSON,
+        r"(?:<\|call\|>)?+",
+    ),
+    _form(
+        "gpt-oss, as its template writes it",
+        rf"{_MESSAGE} ?+(?=to=)",
+        rf"to=functions\.{_NAME}<\|channel\|>\w++{_KIND}",
+        JSON,
+        r"(?:<\|call\|>)?+",
+    ),
 )
 MARKS = (
     "<tool_call>", "<function=", "<minimax:tool_call>", "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "[TOOL_CALLS]",
     "<|tool_call|>", "<TOOLCALL>", "<|tool_call>", "<|tool_call_start|>", "<function_calls>",
+    "<|end|>", "<|start|>assistant", "<|channel|>commentary to=", "<|channel|>analysis to=",
+    "to=functions.",
 )  # fmt: skip
 """With one of these a call begins, unless it is the whole answer."""
 _MARK = re.compile("|".join(map(re.escape, MARKS)))

@@ -24,6 +24,9 @@ PLAIN = """\
 {%- if tools %}<s>system {{ tools | tojson }}</s>{% endif -%}
 {%- for m in messages %}<s>{{ m.role }} {{ m.content or "" }}</s>{% endfor -%}
 {%- if add_generation_prompt %}<s>assistant {% endif -%}"""
+UNREAD = PLAIN.replace(
+    "</s>{% endfor", "{% if m.tool_calls %}CALL {{ m.tool_calls | tojson }}{% endif %}</s>{% endfor"
+)
 CALLS = {
     "mistral-nemo": '[TOOL_CALLS][{"name": "f", "arguments": {"a": %d}, "id": "abcdefgh%d"}]',
     "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:%d"
@@ -55,8 +58,8 @@ class FamilyModel(Scripted):
             source, end = chat_families.template(family), known.special[0]
             self.tokenizer = chat_families.build(source, known.special, known.added, known.ends)
         else:
-            end = "</s>"
-            self.tokenizer = chat_families.build(PLAIN, SPECIAL, [], [end])
+            end, source = "</s>", UNREAD if family == "unread" else PLAIN
+            self.tokenizer = chat_families.build(source, SPECIAL, [], [end])
         thought = "</think>" * (family == "minimax-m2")  # its template opens one
         self.answers = [
             self.tokenizer.encode(thought + each + end, add_special_tokens=False)
@@ -123,7 +126,7 @@ async def test_calls_when_the_model_repeats_an_id_then_each_has_its_own():
 @pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize(
     ("family", "why"),
-    [("deepseek-r1", b"no place for them (f)"), ("gpt-oss", b"are not read")],
+    [("deepseek-r1", b"no place for them (f)"), ("unread", b"are not read")],
 )
 async def test_tools_when_they_could_not_be_called_then_the_request_is_refused(family, why, path):
     scripted = FamilyModel(family, "hi")

@@ -10,7 +10,7 @@ from tests.unit.areal.workflows.chat_families import tokenizer
 
 from areal.agents.partial import PartialAnswer, _without_start_of
 from areal.tokenizer import Tokenizer
-from areal.workflows.reasoning import THOUGHTS, opening_of, split_reasoning
+from areal.workflows.reasoning import OPEN, THOUGHTS, opening_of, split_reasoning
 from areal.workflows.tool_text import MARKS
 
 FAMILIES = ["qwen2.5", "qwen3", "llama-3.1", "glm-4.6"]
@@ -69,7 +69,8 @@ class Whole:
         if any(tag.startswith(bare) and tag != bare for tag in THOUGHTS):
             return "", ""
         reasoning, content, _ = split_reasoning(text, self.opened)
-        close = THOUGHTS.get(opening_of(bare, self.opened), "")
+        tag = opening_of(bare, self.opened)
+        close = "" if tag is None else THOUGHTS[tag or OPEN]
         if close not in text:
             reasoning = _without_start_of(reasoning, [close])
         if self.calls:

@@ -67,7 +67,7 @@ FAMILIES = {
     # Reasoning before a call goes once the answer follows.
     "gpt-oss": Family(
         ["<|return|>", "<|call|>", "<|endoftext|>", "<|end|>", "<|start|>", "<|channel|>",
-         "<|message|>"],
+         "<|message|>", "<|constrain|>"],
         [], ["<|return|>", "<|call|>", "<|endoftext|>"], calls=1, reasoning=True,
         thought="thinking", text_beside_call=False,
     ),

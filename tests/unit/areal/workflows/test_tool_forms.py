@@ -48,6 +48,14 @@ FORMS = {
     "gemma-4": '<|tool_call>call:look_up{zip:<|"|>12345<|"|>,n:3}<tool_call|>',
     "lfm2": "<|tool_call_start|>[look_up(zip='12345', n=3)]<|tool_call_end|>",
     "olmo-3": '<function_calls>\nlook_up(zip="12345", n=3)\n</function_calls>',
+    "gpt-oss": "<|start|>assistant<|channel|>commentary to=functions.look_up <|constrain|>json"
+    '<|message|>{"zip": "12345", "n": 3}',
+    "gpt-oss after a preamble": "<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.look_up json<|message|>{"zip": "12345", "n": 3}<|call|>',
+    "gpt-oss in its thoughts": "<|start|>assistant<|channel|>analysis to=functions.look_up code"
+    '<|message|>{"zip": "12345", "n": 3}',
+    "gpt-oss as its template writes it": "<|start|>assistant to=functions.look_up<|channel|>"
+    'commentary json<|message|>{"zip": "12345", "n": 3}<|call|>',
 }
 WITH_IDS = {
     "kimi": (
@@ -264,7 +272,7 @@ def renderer(family: str, **variables) -> TemplateRenderer:
 @pytest.mark.parametrize(
     "family",
     ["qwen2.5", "qwen3", "llama-3.1", "glm-4.6", "minimax-m2", "mistral-nemo", "kimi-k2",
-     "granite-4.0"],
+     "granite-4.0", "gpt-oss"],
 )  # fmt: skip
 def test_tools_when_the_template_shows_them_and_its_calls_are_read_then_fine(family):
     renderer(family).check_tools(SAID, TOOLS)
@@ -284,8 +292,10 @@ def test_tools_when_a_variable_shows_them_then_fine():
 
 
 def test_tools_when_calls_are_in_a_form_that_is_not_read_then_refused():
-    with pytest.raises(InvalidInput, match=r"tools: calls in the form .*to=functions\.probe"):
-        renderer("gpt-oss").check_tools(SAID, TOOLS)
+    source = chat_families.template("qwen2.5").replace("<tool_call>", "<some_call>")
+    model = chat_families.build(source, ["<|im_end|>", "<|im_start|>"], [], ["<|im_end|>"])
+    with pytest.raises(InvalidInput, match=r"tools: calls in the form .*some_call.*probe"):
+        TemplateRenderer(model).check_tools(SAID, TOOLS)
 
 
 def test_text_when_a_mark_is_a_special_token_then_it_is_in_the_text():
