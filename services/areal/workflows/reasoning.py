@@ -47,6 +47,11 @@ class Parts(NamedTuple):
     """Whether the reasoning has not ended."""
 
 
+def has_channels(text: str) -> bool:
+    """Whether an answer is in the channels of gpt-oss."""
+    return text.lstrip().startswith(("<|channel|>", _HEADER))
+
+
 def opens_reasoning(prompt: Sequence[int], tokenizer: Tokenizer, begun: str = "") -> bool:
     """Whether the prompt ends within reasoning: some chat templates end with its opening tag.
 

@@ -24,7 +24,7 @@ from areal.errors import InvalidInput
 from areal.tokenizer import Tokenizer
 from areal.workflows.answer_text import AnswerText
 from areal.workflows.large_text import strings, texts_shown
-from areal.workflows.reasoning import opens_reasoning, split_reasoning
+from areal.workflows.reasoning import has_channels, opens_reasoning, split_reasoning
 from areal.workflows.tool_text import ToolCall, read_calls, split_calls
 
 Message = dict[str, Any]
@@ -50,6 +50,9 @@ class Reply:
     def message(self) -> Message:
         """The answer as an assistant's message."""
         message: Message = {"role": "assistant", "content": self.text}
+        if has_channels(self.text):  # gpt-oss's template refuses its own marks in a text
+            message["content"] = self.content or ""
+            message["reasoning_content"] = split_reasoning(self.text, False).reasoning
         if self.tool_calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}

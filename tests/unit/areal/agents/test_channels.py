@@ -170,6 +170,17 @@ def test_parts_when_streamed_in_any_steps_then_those_of_the_whole_text(calls: bo
             assert [reasoning.strip(), content.strip()] == told, text
 
 
+def test_message_when_an_answer_opens_another_conversation_then_the_template_shows_it() -> None:
+    known = FamilyModel("gpt-oss", "").tokenizer
+    renderer = TemplateRenderer(known)
+    asked = {"role": "user", "content": "What is f?"}
+    said = known.encode(f"{THOUGHT}{START}{FINAL}<|return|>", add_special_tokens=False)
+    message = renderer.parse(said).message
+    assert message["content"] == "It is 3."
+    whole = renderer.render([asked, message], add_generation_prompt=False)
+    assert known.decode(whole).endswith(f"{START}{THOUGHT}{START}{FINAL}<|return|>")
+
+
 def test_result_when_a_tool_gives_it_then_it_follows_the_call_as_in_the_template() -> None:
     known = FamilyModel("gpt-oss", "").tokenizer
     renderer = TemplateRenderer(known)
