@@ -50,7 +50,7 @@ class EngineUnderTest:
     @property
     def long(self) -> int:
         """Tokens of a request that is still running after a few updates."""
-        return 1500 if self.name == "embedded" else 400
+        return 1500 if self.name == "embedded" else 800
 
     def model(self, version: str) -> Any:
         return self.models[int(version)]

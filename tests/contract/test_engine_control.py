@@ -60,9 +60,9 @@ def recomputed(http: Http, answer) -> torch.Tensor:
 
 
 @contextlib.asynccontextmanager
-async def generating(http: Http, count: int = 3):
-    """Requests in flight, well inside their output; gives their tasks."""
-    params = {**LONG, "max_new_tokens": http.engine.long}
+async def generating(http: Http, count: int = 3, tokens: int = 0):
+    """Requests in flight, well inside their output of `tokens`; gives their tasks."""
+    params = {**LONG, "max_new_tokens": tokens or http.engine.long}
     tasks = [
         asyncio.create_task(
             http.generate(PROMPT, extra={"rid": f"r{i}", "extra_key": "0"}, **params)

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from areal_torch.publish.process_group import GroupError, ProcessGroup
 from areal_weight_sync.engine.http import HttpEngine, open_session
 
 NUMBERS = itertools.count(1)
+LASTING = 3800
+"""Tokens of a request that nothing outlasts, and that is aborted."""
 
 
 class Trainer:
@@ -208,15 +211,22 @@ async def test_staging_when_broadcast_then_checked_by_digest_and_swapped_without
     status, answer = await stage(["0" * 32, *digests[1:]])
     assert status == 400
     assert next(iter(tensors)) in answer["message"]
-    async with generating(http) as tasks:
+    async with generating(http, tokens=LASTING) as tasks:
         status, answer = await stage(digests)
         assert status == 200
         assert answer["ranks"][0]["checksums"] == dict(zip(tensors, digests, strict=True))
         body = {"model_path": answer["model_path"], "weight_version": "1", "flush_cache": False}
         await http.ok("/update_weights_from_disk", body)
-        answers = await asyncio.gather(*tasks)
+        answers = await ended(http, tasks)
     for answer in answers:
         assert [version for version, _, _ in spans(answer)] == ["0", "1"]
+
+
+async def ended(http: Http, tasks: list[asyncio.Task[Any]]) -> list[Any]:
+    """The answers of lasting requests, which end some tokens from now."""
+    await http.advance(len(tasks))
+    await http.ok("/abort_request", {"abort_all": True})
+    return await asyncio.gather(*tasks)
 
 
 async def test_weight_sync_when_a_trainer_broadcasts_then_brings_the_server_along(
@@ -234,7 +244,7 @@ async def test_weight_sync_when_a_trainer_broadcasts_then_brings_the_server_alon
             for bucket in buckets(version.tensors):
                 group.broadcast([state[tensor.name] for tensor in bucket], 60.0)
 
-        async with open_session({}) as session, generating(http) as tasks:
+        async with open_session({}) as session, generating(http, tokens=LASTING) as tasks:
             engine = HttpEngine(http.engine.url, session)
             await engine.boot_id()
             assert engine.ranks == 1
@@ -247,7 +257,7 @@ async def test_weight_sync_when_a_trainer_broadcasts_then_brings_the_server_alon
             await engine.load(version, flush_cache=False, timeout=60.0)
             await engine.resume()
             await sending
-            answers = await asyncio.gather(*tasks)
+            answers = await ended(http, tasks)
     assert await http.version() == "1"
     for answer in answers:
         assert [version for version, _, _ in spans(answer)] == ["0", "1"]
