@@ -165,20 +165,30 @@ class WeightSyncRig:
         return next((s for s in servers if s.url == url), None)
 
     async def until(
-        self, url: str, state: ServerState | None, version: int | None = None, timeout: float = 90.0
+        self,
+        url: str,
+        state: ServerState | None,
+        version: int | None = None,
+        timeout: float = 90.0,
+        cause: str = "",
     ) -> InferenceServer | None:
-        """Waits until a server is in a state (None: gone); importing torch may take a minute."""
+        """Waits until a server is in a state (None: gone), for a cause in which these words are.
+
+        A probe on its way may end with another cause first; importing torch may take a minute.
+        """
         last = None
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             last = await self.server(url)
             if last is None and state is None:
                 return None
-            if last is not None and last.state is state and version in (None, last.version):
+            there = last is not None and last.state is state and version in (None, last.version)
+            if there and cause in last.cause:
                 return last
             await asyncio.sleep(0.02)
         raise AssertionError(
-            f"waited {timeout} s for {url} {state} at {version}: {last}\n{self.process.log[-4000:]}"
+            f"waited {timeout} s for {url} {state} at {version} {cause}: {last}\n"
+            f"{self.process.log[-4000:]}"
         )
 
     async def close(self) -> None:
