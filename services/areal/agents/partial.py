@@ -15,7 +15,7 @@ from typing import Literal
 
 from areal.tokenizer import Tokenizer
 from areal.workflows.answer_text import AnswerText
-from areal.workflows.reasoning import HEADERS, MESSAGE_END, OPEN, THOUGHTS, opening_of
+from areal.workflows.reasoning import HEADERS, MESSAGE_END, THOUGHTS, closes_of, opening_of
 from areal.workflows.tool_text import MARKS
 
 _TAGS = (*THOUGHTS, *HEADERS)
@@ -164,7 +164,7 @@ class PartialAnswer:
         self._part: Literal["start", "reasoning", "content", "end"] = (
             "content" if plain else "start"
         )
-        self._close, self._thoughts = "", 0  # what ends the reasoning, and how often it has ended
+        self._closes, self._thoughts = tuple[str, ...](), 0  # what ends a thought; thoughts ended
         self._reasoning = _Shown(strip=True)
         self._content = _Shown(strip=not plain, lead=begun and not opened)
 
@@ -207,12 +207,12 @@ class PartialAnswer:
             if self._part == "start" and not self._begins():
                 break
             if self._part == "reasoning":
-                thought, closed = self._until([self._close])
+                thought, closed = self._until(self._closes)
                 reasoning.append(thought)
                 if not closed:
                     break
-                again = self._close == MESSAGE_END
-                self._part, self._opened = "start" if again else "content", False
+                self._part = "start" if closed == MESSAGE_END else "content"
+                self._opened = False
                 self._thoughts += 1
         if self._part == "content":
             content = self._of_content()
@@ -230,7 +230,7 @@ class PartialAnswer:
             header = next((each for each in HEADERS if bare.startswith(each)), "")
             self._pending = bare.removeprefix(header) if header else self._pending
         else:
-            self._part, self._close = "reasoning", THOUGHTS[tag or OPEN]
+            self._part, self._closes = "reasoning", closes_of(tag)
             self._pending = "\n" * bool(self._thoughts) + bare.removeprefix(tag)
         return True
 
@@ -247,17 +247,17 @@ class PartialAnswer:
             self._part = "end"
         return content
 
-    def _until(self, marks: Sequence[str]) -> tuple[str, bool]:
-        """Takes what is before the first of marks, and whether one is there."""
+    def _until(self, marks: Sequence[str]) -> tuple[str, str]:
+        """Takes what is before the first of marks; also returns that mark, "" if none is there."""
         text = self._pending
         found = min(((text.index(mark), mark) for mark in marks if mark in text), default=None)
         if found is None:
             before = _without_start_of(text, marks)
             self._pending = text[len(before) :]
-            return before, False
+            return before, ""
         at, mark = found
         self._pending = text[at + len(mark) :]
-        return text[:at], True
+        return text[:at], mark
 
 
 def _without_start_of(text: str, marks: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from areal.rewards.math_tree import Node, TooCostly, Unreadable, parse, variable
 from areal.rewards.math_units import Amount, compatible, shifted
 from areal.rewards.math_verifier import verified
 
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _BOUNDED = re.compile(r"\\(?:sin|cos)")
 _MAX_UNORDERED = 8
 _MAX_PLACES = 4000
@@ -201,14 +202,20 @@ def _alike(first: str, second: str) -> bool:
     """Whether two names may be of one thing: area and A, f(x) and y, but not a + b and a - b."""
     if squeezed(first) == squeezed(second) or "(" in first + second:
         return True
-    if min(len(first), len(second)) > 1:
-        try:
-            nodes = parse(first), parse(second)
-        except Unreadable:
-            return True
-        several = all(len(variables(node)) > 1 or first[0] == "\\" for node in nodes)
-        return not several or expressions.equal(*nodes)
-    return len(first) != len(second)
+    if 1 in (len(first), len(second)):
+        return len(first) != len(second)
+    if wordy(first) or wordy(second):
+        return True
+    try:
+        nodes = parse(first), parse(second)
+    except Unreadable:
+        return True
+    # S_10 may be S; of sums, products and functions each is a name of its own.
+    several = all(
+        len(variables(node)) > 1 or _FUNCTION.match(name)
+        for name, node in zip((first, second), nodes, strict=True)
+    )
+    return not several or expressions.equal(*nodes)
 
 
 def _defined(form: Form) -> Form | None:

@@ -30,6 +30,7 @@ THOUGHTS = {
     _HEADER + _ANALYSIS: MESSAGE_END,
 }
 """What ends the reasoning that each opening tag begins."""
+CLOSES = tuple(dict.fromkeys(THOUGHTS.values()))
 HEADERS = tuple(
     f"{header}<|channel|>{channel}<|message|>"
     for header in ("", _HEADER)
@@ -68,12 +69,17 @@ def opens_reasoning(prompt: Sequence[int], tokenizer: Tokenizer, begun: str = ""
 
 
 def split_reasoning(text: str, opened: bool) -> Parts:
-    """Splits an answer into reasoning and content; `opened`: the prompt opened the reasoning."""
+    """Splits an answer into reasoning and content.
+
+    Args:
+        text: The answer.
+        opened: Whether it begins within reasoning, which the first closing tag of any family ends.
+    """
     thoughts, at = list[str](), len(text) - len(text.lstrip())
     while (tag := opening_of(text, opened and not thoughts, at)) is not None:
         begin = at + len(tag)
-        close = THOUGHTS[tag or OPEN]
-        end = text.find(close, begin)
+        ends = [(text.find(close, begin), close) for close in closes_of(tag)]
+        end, close = min((each for each in ends if each[0] >= 0), default=(-1, ""))
         if end < 0:
             return Parts("\n".join([*thoughts, text[begin:]]), "", True)
         thoughts.append(text[begin:end])
@@ -85,6 +91,11 @@ def split_reasoning(text: str, opened: bool) -> Parts:
     return Parts("\n".join(thoughts), content, False)
 
 
+def closes_of(tag: str) -> tuple[str, ...]:
+    """What may end the reasoning that `opening_of` found."""
+    return (THOUGHTS[tag],) if tag else CLOSES
+
+
 def opening_of(text: str, opened: bool, at: int = 0) -> str | None:
-    """The tag with which reasoning begins there; "": the prompt has it; None: none begins."""
+    """The tag with which reasoning begins there; "": it is before the text; None: none begins."""
     return next((tag for tag in THOUGHTS if text.startswith(tag, at)), "" if opened else None)

@@ -23,7 +23,7 @@ from areal.agents.partial import PartialAnswer
 from areal.rewards.code import final_code
 from areal.rewards.multiple_choice import multiple_choice_reward
 from areal.workflows.answer_text import AnswerText
-from areal.workflows.reasoning import Parts, split_reasoning
+from areal.workflows.reasoning import THOUGHTS, Parts, split_reasoning
 from areal.workflows.rendering import TemplateRenderer
 from areal.workflows.tool_text import ToolCall
 
@@ -63,6 +63,23 @@ def test_answer_when_it_has_channels_then_thoughts_are_reasoning(text: str, part
     assert split_reasoning(text, False) == parts
 
 
+@pytest.mark.parametrize(
+    ("begun", "rest"),
+    [
+        ("<think>I ", "think.</think>It is 3."),
+        ("[THINK]I ", "think.[/THINK]It is 3."),
+        ("<|channel>thoughtI ", "think.<channel|>It is 3."),
+        ("<|channel|>analysis<|message|>I ", f"think.{END}{START}{FINAL}"),
+        ("<|channel|>analysis<|message|>I ", f"think.{END}{START}{THOUGHT}{START}{FINAL}"),
+    ],
+)
+def test_thought_when_the_answer_was_cut_within_it_then_its_own_tag_ends_it(begun, rest) -> None:
+    assert split_reasoning(begun, False).thinking
+    found = split_reasoning(rest, True)
+    assert (found.content, found.thinking) == ("It is 3.", False)
+    assert found.reasoning.startswith("think.")
+
+
 def test_answer_when_it_thinks_a_hundred_thousand_times_then_it_is_read_in_one_pass() -> None:
     found = split_reasoning((THOUGHT + START) * 100_000 + FINAL, False)
     assert found.reasoning.count("I think.") == 100_000
@@ -81,17 +98,11 @@ def test_text_when_tokens_mark_channels_then_it_has_them(family: str, ids: str, 
     assert AnswerText(known).of(known.encode(ids, add_special_tokens=False)) == text
 
 
-@pytest.mark.parametrize(
-    ("thought", "end"),
-    [
-        ("<think>{}", "</think>"),
-        ("[THINK]{}", "[/THINK]"),
-        ("<|channel>thought\n{}", "<channel|>"),
-        ("<|channel|>analysis<|message|>{}", f"{END}{START}<|channel|>final<|message|>"),
-    ],
-)
-def test_reward_when_there_is_a_thought_then_only_what_follows_it_counts(thought, end) -> None:
-    draft, code = thought.format("Answer: A"), thought.format("```python\nx = 1\n```")
+@pytest.mark.parametrize("tag", THOUGHTS)
+def test_reward_when_there_is_a_thought_then_only_what_follows_it_counts(tag: str) -> None:
+    close = THOUGHTS[tag]
+    end = f"{END}{START}<|channel|>final<|message|>" if close == END else close
+    draft, code = f"{tag}\nAnswer: A", f"{tag}\n```python\nx = 1\n```"
     assert multiple_choice_reward(f"{draft}{end}B", "B") == 1.0
     assert multiple_choice_reward(f"{draft}{end}No idea.", "A") == 0.0
     assert multiple_choice_reward(draft, "A") == 0.0

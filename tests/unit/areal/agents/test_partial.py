@@ -10,7 +10,7 @@ from tests.unit.areal.workflows.chat_families import tokenizer
 
 from areal.agents.partial import PartialAnswer, _without_start_of
 from areal.tokenizer import Tokenizer
-from areal.workflows.reasoning import OPEN, THOUGHTS, opening_of, split_reasoning
+from areal.workflows.reasoning import THOUGHTS, closes_of, opening_of, split_reasoning
 from areal.workflows.tool_text import MARKS
 
 FAMILIES = ["qwen2.5", "qwen3", "llama-3.1", "glm-4.6"]
@@ -70,9 +70,9 @@ class Whole:
             return "", ""
         reasoning, content, _ = split_reasoning(text, self.opened)
         tag = opening_of(bare, self.opened)
-        close = "" if tag is None else THOUGHTS[tag or OPEN]
-        if close not in text:
-            reasoning = _without_start_of(reasoning, [close])
+        closes = () if tag is None else closes_of(tag)
+        if not any(close in text for close in closes):
+            reasoning = _without_start_of(reasoning, closes)
         if self.calls:
             bare_call = content.lstrip().startswith("{")
             ends = [content.index(mark) for mark in MARKS if mark in content]

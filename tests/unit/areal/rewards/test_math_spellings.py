@@ -57,6 +57,19 @@ def test_math_when_the_value_is_of_another_name_then_wrong(gold, other):
 
 
 @pytest.mark.parametrize(
+    ("gold", "other"),
+    [
+        *(("AB", "\\text{length}"), ("AB", "length AB"), ("[ABC]", "\\text{area}")),
+        *(("a+b", "\\text{sum}"), ("a+b", "the sum"), ("a+b", "b+a"), ("a+b", "S")),
+        *(("\\sin\\theta", "\\text{ratio}"), ("\\text{area}", "[ABC]"), ("AB", "|AB|")),
+        *(("AB", "\\overline{AB}"), ("AB", "BA"), ("\\frac{AB}{CD}", "AB:CD"), ("xy", "product")),
+    ],
+)
+def test_math_when_the_value_may_be_of_the_same_thing_then_right(gold, other):
+    assert scores(f"{gold}=\\frac{{1}}{{2}}", f"{other}=0.5")
+
+
+@pytest.mark.parametrize(
     ("gold", "texts"),
     [
         ("120", ["5!=120", "5! = 120", "\\frac{6!}{3!}=120"]),
